@@ -40,7 +40,7 @@ RUN apt-get update \
 RUN groupadd --gid 1000 kappa && useradd --uid 1000 --gid 1000 --create-home kappa \
     && install --directory --owner kappa --group kappa /var/cache/kappa
 COPY --from=build /opt/kappa /opt/kappa
-# What is compiled at run time goes below HOME, but for torch's own cache: one folder to mount.
+# Code compiled at run time goes below HOME, but for torch's own cache: one folder to mount.
 ENV PATH=/opt/kappa/bin:$PATH KAPPA_HOME=/var/cache/kappa HOME=/var/cache/kappa \
     TORCHINDUCTOR_CACHE_DIR=/var/cache/kappa/torchinductor PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 RAY_USAGE_STATS_ENABLED=0 \

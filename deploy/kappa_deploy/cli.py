@@ -1,8 +1,8 @@
 """The command line `kappa`: a table of commands, each imported when it is used.
 
-Installed entry points of `kappa.commands` are commands, too. A command whose packages are not
-installed is listed all the same, and says which extra of `kappa-serve` brings them. `kappa --help`
-imports none: it reads what each command says of itself in its file.
+Installed entry points of `kappa.commands` are commands, too. A command that lacks its packages is
+listed all the same, and says which extra of `kappa-serve` brings them. `kappa --help` imports none:
+it reads each command's description from its file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Commands(TyperGroup):
         return [*_COMMANDS, *installed(COMMANDS)]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """List the commands by what they say of themselves, without importing them."""
+        """List the commands with their descriptions, without importing them."""
         self._is_listing = True
         super().format_help(ctx, formatter)
 
@@ -75,7 +75,7 @@ class _Commands(TyperGroup):
 
 
 def summary(entry: EntryPoint) -> str:
-    """What a command says of itself: its docstring's first paragraph, or its group's `help`, or the
+    """A command's description: its docstring's first paragraph, or its group's `help`, or the
     docstring of the group's callback, there or in the module that it is imported from."""
     place = find_spec(entry.module)
     if place is None or place.origin is None:
@@ -106,7 +106,7 @@ def _remedy(error: ModuleNotFoundError) -> str:
 
 
 def _absent(name: str, error: ModuleNotFoundError) -> TyperCommand:
-    """A command that says only what is missing for it."""
+    """A command that only names the packages that it lacks."""
     remedy = _remedy(error)
     takes_anything = {"ignore_unknown_options": True, "allow_extra_args": True}
     return TyperCommand(

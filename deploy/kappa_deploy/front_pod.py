@@ -3,8 +3,8 @@ VERB`.
 
 On Kubernetes a front pod has a Ray node with one decider, and an Envoy that asks it; they meet in a
 folder that both mount. `prepare FROM` makes it, with the configuration that is mounted at FROM;
-`alive` fails where Envoy does not answer; `drain SECONDS`, before the pod goes, has Envoy take
-nothing new and waits for what is open. Probes run it often, so it imports little.
+`alive` fails where Envoy does not answer; `drain SECONDS`, before the pod goes, has Envoy refuse
+new requests and waits for open ones. Probes run it often, so it imports little.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RESOURCE = "kappa_front"
 """Of Ray's: a front pod offers one, a decider demands one."""
 
 _ASK_S, _POLL_S = 2.0, 0.25
-# So long Envoy takes what still comes (its --drain-time-s): clients learn late that a pod goes.
+# Seconds that Envoy still takes requests (its --drain-time-s): clients learn late of the drain.
 UNLISTED_S = 10.0
 _OPEN = "http.front.downstream_rq_active"
 
@@ -55,7 +55,7 @@ def prepare(source: Path, folder: Path = FOLDER) -> None:
 
 
 def ask(method: str, target: str, folder: Path = FOLDER) -> str:
-    """Of Envoy.
+    """Envoy's answer to a request of its administration interface.
 
     Raises:
         OSError: it does not answer 200 in time.

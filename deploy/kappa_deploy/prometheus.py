@@ -1,8 +1,9 @@
 """Prometheus and promtool: found on this machine, or fetched from Debian without installing it.
 
 Nothing is installed: the package is unpacked below `KAPPA_HOME`, as any user. A server started
-here listens on loopback, keeps its data in a folder of its own, and ends with whoever started it,
-however that ends. Called by `./dev dashboards`, the tests of the rules and the live test.
+here listens on loopback, keeps its data in a folder of its own, and ends with the process that
+started it, even if that is killed. Called by `./dev dashboards`, the tests of the rules and the
+live test.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -128,7 +129,7 @@ def prometheus(
             f"--web.listen-address={address}",
         ]
         with log.open("wb") as output:
-            # It would outlive whoever is killed: the kernel ends it.
+            # The kernel ends it with this process, also where this one is killed.
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),
@@ -143,11 +144,10 @@ def prometheus(
             yield url
         finally:
             process.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
 
 
 def _answers(url: str) -> bool:

@@ -1,8 +1,8 @@
 """The application as a Ray Serve config file names it: `import_path: kappa_deploy.serve_app:app`.
 
 For clusters that others start, KubeRay's RayService above all: a decider in each front pod
-(`deploy.front_pod`), beside an Envoy with the configuration of `front_door`. `args` holds the same
-keys as the file of `kappa serve --config`; `http.replicas` is the number of front pods.
+(`kappa_deploy.front_pod`), beside an Envoy with the configuration of `front_door`. `args` holds the
+same keys as the file of `kappa serve --config`; `http.replicas` is the number of front pods.
 `python -m kappa_deploy.serve_app [SETTINGS]` makes the model of the demo, or fetches `smollm2-135m`
 if the settings name that, where each machine will look for it.
 """
@@ -36,7 +36,7 @@ def settings_of(args: dict[str, Any]) -> ClusterSettings:
 
 
 def front_door(settings: ClusterSettings) -> GatewaySpec:
-    """Of one front pod, which has one decider."""
+    """The front door of one front pod, which has one decider."""
     http = settings.http.model_copy(update={"replicas": 1})
     return front_door_spec(settings.model_copy(update={"http": http}), front_pod.FOLDER)
 
@@ -45,10 +45,8 @@ def app(args: dict[str, Any]) -> Any:
     """The bound Serve application; called by Ray Serve with the config file's `args`."""
     settings = settings_of(args)
     # Workers are on machines of their own: each offers its stream on its address in Ray's cluster.
-    return build_app(
-        settings, prepare_models(settings), stream_host="", door=front_door(settings),
-        place={front_pod.RESOURCE: 1.0},
-    )  # fmt: skip
+    models, door = prepare_models(settings), front_door(settings)
+    return build_app(settings, models, door, stream_host="", place={front_pod.RESOURCE: 1.0})
 
 
 def main() -> None:

@@ -280,7 +280,7 @@ def test_without_approximation_no_file_of_heads_is_read(tmp_path):
 
 def test_scores_of_another_model_stop_the_start(tmp_path):
     sparse = {"heads": heads(tmp_path, 3)}
-    with pytest.raises(StartError, match=r"engine\.sparse\.heads: .*give 32 layers of 32"):
+    with pytest.raises(StartError, match=r"^engine\.sparse\.heads: .*give 32 layers of 32"):
         planned(tmp_path, {"kind": "torch", "approx": "always", "sparse": sparse})
 
 

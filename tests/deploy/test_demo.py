@@ -302,8 +302,8 @@ def test_what_a_choice_is_worth_by_hand():
                              error=error)  # fmt: skip
 
     records = [record(10, 1, 12), record(10, 3, 14), record(12, 9, 30), record(11, 0, 11, "cut")]
-    assert worth("x", records, 5.0) == {
+    assert worth("x", records, 5.0)._asdict() == {
         # Two of three in time, in the 20 s from the first sent to the last ended.
         "policy": "x", "answered": 3, "p50_s": 3.0, "p99_s": 9.0, "goodput_rps": 0.1,
     }  # fmt: skip
-    assert worth("x", records[3:], 5.0)["p99_s"] is None
+    assert worth("x", records[3:], 5.0).p99_s is None

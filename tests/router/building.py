@@ -1,16 +1,17 @@
 """What the tests of the router's core are built from: workers, prompts, blocks, routers."""
 
-from __future__ import annotations
-
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
-from kappa.cost import step_model
+from kappa.cost import StepModel, step_model
 from kappa.hardware import node_profile
 from kappa.keys import digest_of
 from kappa.protocol import Announcement
 from kappa.shapes import model_shape
+from kappa_router.api.errors import ApiError
 from kappa_router.api.tenants import Tenants
 from kappa_router.calibration import Calibration
 from kappa_router.config import RouterConfig
@@ -39,6 +40,15 @@ def announcement(worker, node="h100-pcie5", **changes):
     return replace(announced, **changes)
 
 
+def small(worker, node="pcie", **changes):
+    """A worker with a small cache that computes quickly, as tests over sockets announce it."""
+    plain = {
+        "step": StepModel(1e-5, 0.0, 1e-3, 0.0), "kv_bytes_per_token": 1e5, "device_blocks": 100,
+        "host_blocks": 0, "max_batch_tokens": 512, "max_context_tokens": 1024,
+    }  # fmt: skip
+    return announcement(worker, node, **plain | changes)
+
+
 def router(*workers, policy="ttft", **options):
     """A router with these workers (names or announcements) from time 0 on."""
     made = Router(RouterConfig(policy=policy_named(policy), secret=7, **options))
@@ -58,7 +68,7 @@ def ask(name="r", tokens=100, seed=0, **options):
 
 
 def outcome(made, ttft_s, at_s, tokens=100, name="outcome"):
-    """A request that meets nobody, sent at `at_s`, has its first token `ttft_s` later."""
+    """A request that meets no other, sent at `at_s`, has its first token `ttft_s` later."""
     made.route(ask(name, tokens=tokens), at_s)
     made.first_token(name, at_s + ttft_s)
     made.release(name, at_s + ttft_s, complete=False)
@@ -103,6 +113,31 @@ def estimate(fleet, now_s=0.0, tokens=4000, cached=0, device=0, disk=0):
     slots = fleet.ready(now_s, NEVER, frozenset())
     held = Held(*(np.full(len(slots), float(tokens)) for tokens in (device, cached, disk)))
     return fleet.estimate(slots, now_s, PricedPrompt(tokens, 100), held)
+
+
+def refused(call, *arguments, **options):
+    """The error with which an API refuses a call."""
+    with pytest.raises(ApiError) as caught:
+        call(*arguments, **options)
+    return caught.value
+
+
+class Followed:
+    """In place of a subscriber: the stream of a worker that is there and tells nothing."""
+
+    synced = connected = alive = True
+
+    def __init__(self):
+        self.events = Counter()
+
+    async def close(self):
+        pass
+
+
+def sample(live, text):
+    """The value of the first line of the metrics that begins with the text; None without one."""
+    lines = live.metrics.exposition().decode().splitlines()
+    return next((float(line.split()[-1]) for line in lines if line.startswith(text)), None)
 
 
 def tenants_of(by_key, weights=None, **options):

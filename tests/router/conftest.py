@@ -20,6 +20,17 @@ async def serve(renderer, monkeypatch):
 
 
 @pytest.fixture
+def registry(monkeypatch):
+    """A registry of replicas of the test's own, which live routers follow."""
+    import kappa_router.live.live_router
+    from kappa_router.live.replica_registry import ReplicaRegistry
+
+    made = ReplicaRegistry()
+    monkeypatch.setattr(kappa_router.live.live_router, "REGISTRY", made)
+    return made
+
+
+@pytest.fixture
 def worker(tmp_path):
     """Makes workers that only a report stream and a test's hands are behind."""
     from tests.router.stream_worker import StreamWorker

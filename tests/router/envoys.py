@@ -1,13 +1,10 @@
 """Envoys that tests share: to start one costs more than most tests that ask it.
 
-Whoever wants a front door of some configuration is lent an Envoy that runs by it, in a folder and
-on a port of its own, and takes it back into its own hands when the test is over. Its next test
-makes everything anew that Envoy does not: deciders, their sockets, servers. What a test does to
-Envoy itself, or sees of its whole life, wants one of its own
+A test that needs a front door borrows an Envoy with its configuration, in a folder and on a port
+of the Envoy's own, and gives it back when the test is over. The next test makes new deciders,
+sockets and servers. A test that breaks Envoy, or looks at its whole life, starts one for itself
 (`kappa_router.gateway.process.Gateway`).
 """
-
-from __future__ import annotations
 
 import asyncio
 import contextlib
@@ -78,7 +75,7 @@ def _envoys() -> _Envoys:
 
 @contextlib.contextmanager
 def lent(spec: GatewaySpec) -> Iterator[Gateway]:
-    """An Envoy of that configuration, with one decider, whose place is its own spec's."""
+    """An Envoy with that configuration and one decider; its own spec says where it is."""
     assert spec.deciders == 1, "it would still leave out a decider that had gone"
     gateway = _envoys().take(spec)
     try:

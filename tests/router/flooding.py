@@ -5,26 +5,16 @@ import itertools
 import threading
 from contextlib import asynccontextmanager, contextmanager, suppress
 
-import msgspec
 import zmq
 
-PATIENCE_S = 30.0
-
-
-def batch(*hashes, size=2):
-    """A batch of one event as vLLM publishes it: blocks one after the other."""
-    event = {
-        "type": "BlockStored", "block_hashes": list(hashes), "parent_block_hash": None,
-        "token_ids": list(range(size * len(hashes))), "block_size": size, "lora_id": None,
-        "medium": "GPU", "lora_name": None,
-    }  # fmt: skip
-    return msgspec.msgpack.encode([0.0, [event], 0])
+from tests.router.kv_batches import published
+from tests.router.patience import PATIENCE_S
 
 
 @contextmanager
 def flood(kind=b"", payload=None, numbers=None):
     """The endpoint of a PUB socket that sends one message after the other from a thread."""
-    payload, numbers = payload or batch(1), numbers or itertools.count()
+    payload, numbers = payload or published(1), numbers or itertools.count()
     stop, bound = threading.Event(), threading.Event()
     context, ports = zmq.Context(), []
 

@@ -1,7 +1,5 @@
 """Estimates made by hand: each worker a dictionary of the columns that matter, the rest plain."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kappa_router.decision import ESTIMATE, Estimates

@@ -19,10 +19,9 @@ import numpy as np
 
 import kappa_router.cluster.replica
 import kappa_router.live.live_router
-from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.keys import digest_of
-from kappa.protocol import Announcement, EngineDiedError, WorkerReport
+from kappa.protocol import EngineDiedError, WorkerReport
 from kappa.settings.routing import RouterSettings
 from kappa_router.api.app import Access
 from kappa_router.api.render import PromptRenderer
@@ -38,8 +37,9 @@ from kappa_workers.http_gate import WorkerGate
 from kappa_workers.http_port import WorkerPort
 from kappa_workers.in_flight import InFlight
 from kappa_workers.tiny_model import make_tiny_model
+from tests.router.building import small
 from tests.router.envoys import lent
-from tests.router.stream_worker import until as until
+from tests.router.patience import until
 
 SECRET = "the cluster's"
 
@@ -234,7 +234,7 @@ class Scripted:
 
 @dataclass
 class Here:
-    """A scripted cluster, its live router, decider and a client of it."""
+    """A scripted cluster, its live router and decider, and a client."""
 
     engines: Scripted
     workers: dict
@@ -255,7 +255,7 @@ class Here:
         return self.client.post(path, json=body, headers={**key, **(headers or {})})
 
     def send(self, path, body):
-        """Post like a client whose JSON writer knows NaN and Infinity."""
+        """Post like a client that writes NaN and Infinity as JSON."""
         headers = {"content-type": "application/json"}
         return self.client.post(path, content=json.dumps(body).encode(), headers=headers)
 
@@ -340,18 +340,19 @@ class Scene:
 
 
 def announcement(worker, device_blocks=100, **changes):
-    said = Announcement(
-        worker=worker, model="m", node=replace(node_profile("pcie"), name=worker),
-        step=StepModel(1e-5, 0.0, 1e-3, 0.0), kv_bytes_per_token=1e5, emulated_model="",
-        fingerprint="f", block_tokens=16, device_blocks=device_blocks, host_blocks=0,
-        max_batch_tokens=512, max_context_tokens=1024, events_endpoint="tcp://127.0.0.1:9",
-        snapshot_endpoint="tcp://127.0.0.1:9",
-    )  # fmt: skip
-    return replace(said, **changes).to_dict()
+    node, nowhere = replace(node_profile("pcie"), name=worker), "tcp://127.0.0.1:9"
+    ends = {"events_endpoint": nowhere, "snapshot_endpoint": nowhere}
+    return small(worker, node, device_blocks=device_blocks, **ends | changes).to_dict()
+
+
+def crowd(live):
+    """Others were in each engine a moment ago, so that no request is alone there."""
+    for worker in live.router.workers:
+        live.suspects.ended(worker, live.now_s())
 
 
 def code(answer, status=None):
-    """The code of an error, whose status is checked where one is given."""
+    """The code of an error; its status is checked where one is given."""
     assert status in (None, answer.status_code), answer.text
     return answer.json()["error"]["code"]
 

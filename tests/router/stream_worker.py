@@ -1,20 +1,17 @@
 """A worker for tests of the live router: a real report stream, no engine."""
 
-import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 
-import msgspec
 import zmq
 
-from kappa.cost import StepModel
 from kappa.hardware import node_profile
-from kappa.protocol import Announcement
 from kappa_workers.report_stream import ReportStream
 from kappa_workers.stats_channel import StatsSender
-
-PATIENCE_S = 30.0
-SIZE = 16
+from tests.router.building import SIZE as SIZE
+from tests.router.building import small
+from tests.router.kv_batches import batch, stored
+from tests.router.patience import PATIENCE_S
 
 
 class StreamWorker:
@@ -33,30 +30,20 @@ class StreamWorker:
 
     def announcement(self, **changes):
         node = replace(node_profile("pcie"), name=f"node-{self.name}", source="paced")
-        said = Announcement(
-            worker=self.name, model="m", node=node, step=StepModel(1e-5, 0.0, 1e-3, 0.0),
-            kv_bytes_per_token=1e5, emulated_model="llama-3.1-8b", fingerprint="f",
-            block_tokens=SIZE, device_blocks=100, host_blocks=100, max_batch_tokens=512,
-            max_context_tokens=1024, events_endpoint=self.stream.events_endpoint,
-            snapshot_endpoint=self.stream.snapshot_endpoint,
-        )  # fmt: skip
-        return replace(said, **changes).to_dict()
+        return small(
+            self.name, node, emulated_model="llama-3.1-8b", host_blocks=100,
+            events_endpoint=self.stream.events_endpoint,
+            snapshot_endpoint=self.stream.snapshot_endpoint, **changes,
+        ).to_dict()  # fmt: skip
 
     def store(self, *names, start=0):
         """The engine stores blocks of tokens counted from `start`."""
         tokens = list(range(start, start + SIZE * len(names)))
-        self.tell(
-            {
-                "type": "BlockStored", "block_hashes": list(names), "parent_block_hash": None,
-                "token_ids": tokens, "block_size": SIZE, "lora_id": None, "medium": "GPU",
-                "lora_name": None,
-            }
-        )  # fmt: skip
+        self.tell(stored(names, size=SIZE, token_ids=tokens))
 
     def tell(self, *events):
         """One batch of KV events, as vLLM publishes it."""
-        payload = msgspec.msgpack.encode([0.0, list(events), 0])
-        self.kv.send_multipart([b"kv", self.seq.to_bytes(8, "big"), payload])
+        self.kv.send_multipart([b"kv", self.seq.to_bytes(8, "big"), batch(*events)])
         self.seq += 1
 
     def arrives(self, request_id, new=4000):
@@ -80,11 +67,3 @@ class StreamWorker:
     def close(self):
         self.stream.close()
         self.context.destroy(linger=0)
-
-
-async def until(question):
-    """What `question` answers, as soon as that is true."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not (answer := question()):
-            await asyncio.sleep(0.01)
-    return answer

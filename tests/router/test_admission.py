@@ -1,7 +1,5 @@
 """Which requests are rejected: those that would start too late, and no others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -27,7 +25,7 @@ from kappa_router.fleet import Fleet
 from kappa_router.policy import LeastTtft
 from kappa_router.router import Router
 from tests.router import building
-from tests.router.building import SHAPE, announcement, ask, estimate, fleet_of, join
+from tests.router.building import SHAPE, announcement, ask, estimate, fleet_of, join, outcome
 from tests.router.offering import estimates
 from tests.router.test_lateness import came, sent
 
@@ -52,11 +50,11 @@ def flood(made, limit=200):
     return limit, None
 
 
-def test_without_admission_everything_is_admitted():
+def test_everything_is_admitted_without_admission_control():
     assert flood(router(admission=False), limit=60) == (60, None)
 
 
-def test_a_queue_longer_than_the_objective_is_rejected_with_a_time_to_come_back():
+def test_queue_beyond_the_objective_is_rejected_with_a_wait():
     made = router()
     count, error = flood(made)
     # Two nodes, five times the idle TTFT each: at most five on each; VRAM holds fewer at once.
@@ -65,25 +63,25 @@ def test_a_queue_longer_than_the_objective_is_rejected_with_a_time_to_come_back(
     assert isinstance(error, NoWorkerError) and made.reservations == count
 
 
-def test_the_floor_admits_short_prompts_whatever_their_multiple():
+def test_floor_admits_short_prompts_whatever_their_multiple():
     strict = flood(router(objective=ServiceObjective(ttft_s=0.0, ttft_idle_factor=1.5)))[0]
     assert strict < flood(router(objective=ServiceObjective(ttft_s=10.0, ttft_idle_factor=1.5)))[0]
 
 
-def test_one_that_was_admitted_and_lost_its_worker_is_not_rejected():
+def test_retry_after_a_lost_worker_is_not_rejected():
     made = router()
     flood(made)
     made.route(ask("again", tokens=20_000, seed=1, exclude=frozenset({"a"}), retry=True), 1.0)
 
 
-def test_an_uninformed_request_is_not_evaluated():
+def test_uninformed_request_is_not_evaluated():
     made = router()
     flood(made)
     assert made.route(ask("blind", tokens=None), 1.0).reason == "uninformed_least_backlog"
 
 
 @pytest.mark.parametrize("dilation", [1.0, 30.0])
-def test_the_floor_is_in_dilated_time(dilation):
+def test_floor_is_in_dilated_time(dilation):
     node = replace(node_profile("h100-pcie5"), source="paced", dilation=dilation)
     made = router(announcement("a", node), admission=False)
     estimates = made.explain(ask(), 1.0).estimates
@@ -92,7 +90,7 @@ def test_the_floor_is_in_dilated_time(dilation):
     assert limits_of(fleet, estimates).ttft_s == max(0.5 * dilation, 5 * idle_s)
 
 
-def test_a_node_with_many_streams_is_too_slow_per_token():
+def test_node_with_many_streams_is_too_slow_per_token():
     made = router("a", objective=ServiceObjective(ttft_idle_factor=1e9))
     admitted, error = 0, None
     for i in range(2000):
@@ -111,7 +109,7 @@ def test_a_node_with_many_streams_is_too_slow_per_token():
     assert admitted == pytest.approx(room_s / (2000 * step.context_token_s), rel=0.6)
 
 
-def test_one_that_another_worker_can_serve_in_time_goes_there():
+def test_request_goes_to_a_worker_that_can_serve_it_in_time():
     made = router()
     first = made.route(ask("r0", tokens=20_000, seed=0), 1.0).worker
     for i in range(1, 40):
@@ -128,7 +126,7 @@ class FirstWorker(LeastTtft):
         return Choice(0, "first")
 
 
-def test_one_that_goes_elsewhere_stays_away_from_workers_that_it_excludes():
+def test_request_that_moves_avoids_excluded_workers():
     config = RouterConfig(policy=FirstWorker(), secret=7, admission=True)
     made = Router(config)
     for worker in "abc":
@@ -139,7 +137,7 @@ def test_one_that_goes_elsewhere_stays_away_from_workers_that_it_excludes():
     assert made.route(ask("r", exclude=frozenset("b")), 1.0).worker == "c"
 
 
-def test_no_more_are_admitted_than_a_worker_runs_at_a_time():
+def test_worker_admits_no_more_than_it_runs_at_a_time():
     made = router("a", objective=ServiceObjective(ttft_idle_factor=1e9, tpot_idle_factor=1e9))
     made.join(replace(announcement("a"), max_sequences=3), 0.0)
     for i in range(3):
@@ -150,7 +148,7 @@ def test_no_more_are_admitted_than_a_worker_runs_at_a_time():
     made.route(ask("r4", tokens=100, seed=4), 61.0)
 
 
-def test_what_came_later_than_predicted_keeps_the_next_one_out():
+def test_overdue_request_keeps_the_next_one_out():
     made = router("a")
     made.route(ask("slow", tokens=100, seed=1), 0.0)
     with pytest.raises(OverloadedError) as caught:
@@ -180,11 +178,9 @@ def test_cheap_requests_are_admitted_where_costly_ones_are_not():
 
 
 @pytest.mark.parametrize("tokens", [100, 20_000])
-def test_an_idle_cluster_admits_anything_whatever_came_of_others(tokens):
+def test_idle_cluster_admits_anything_whatever_came_of_others(tokens):
     made = router("a")
-    made.route(ask("slow", tokens=100, seed=1), 59.0)
-    made.first_token("slow", 99.0)
-    made.release("slow", 100.0)
+    outcome(made, 40.0, 59.0)
     for _ in range(128):
         came(made.models["m"].demand, 1e-9, 100.0, 1e9, admitted=False)
     assert made.lateness.of("a").late_s(100.0) > 3
@@ -196,17 +192,14 @@ def test_an_idle_cluster_admits_anything_whatever_came_of_others(tokens):
 def chats(made, start_s, count=120, every_s=0.05):
     """Short prompts, each ended before the next; returns the time after them."""
     for i in range(count):
-        now_s = start_s + i * every_s
-        made.route(ask(f"chat{now_s}", tokens=100, seed=i), now_s)
-        made.first_token(f"chat{now_s}", now_s + 0.02)
-        made.release(f"chat{now_s}", now_s + 0.04)
+        outcome(made, 0.02, start_s + i * every_s)
     return start_s + count * every_s
 
 
-def test_a_long_prompt_that_makes_many_short_ones_late_waits_for_its_share():
+def test_long_prompt_that_delays_short_ones_waits_its_share():
     made = router("a")
     now_s = chats(made, 0.0)
-    # The first is admitted: nobody did so recently.
+    # The first is admitted: no other did so recently.
     first = made.route(ask("long", tokens=40_000, seed=1), now_s)
     made.first_token("long", now_s + 1.0)
     made.release("long", now_s + 1.1)
@@ -222,12 +215,10 @@ def test_a_long_prompt_that_makes_many_short_ones_late_waits_for_its_share():
 def test_long_prompts_that_come_alone_are_admitted():
     made = router("a")
     for i in range(20):
-        made.route(ask(f"long{i}", tokens=40_000, seed=i), 10.0 * i)
-        made.first_token(f"long{i}", 10.0 * i + 1.0)
-        made.release(f"long{i}", 10.0 * i + 1.1)
+        outcome(made, 1.0, 10.0 * i, tokens=40_000)
 
 
-def test_the_limit_follows_what_the_best_holder_has_on_the_device_and_in_host():
+def test_limit_follows_the_best_holder_on_device_and_in_host():
     # 4,000 tokens, of which one worker has 1,000 on the device and 2,000 in host: the idle TTFT is
     # that of loading 3,000 (131,072 bytes each at 63 GB/s, 6.2 ms) and computing 1,000 behind them.
     fleet = fleet_of("h100-pcie5", "h100-pcie5")
@@ -250,7 +241,7 @@ def test_the_limit_follows_what_the_best_holder_has_on_the_device_and_in_host():
 
 
 @pytest.mark.parametrize("dilation", [1.0, 30.0])
-def test_a_long_prompt_is_evaluated_by_the_long_view_in_dilated_time(dilation):
+def test_long_prompt_is_evaluated_by_the_long_dilated_window(dilation):
     fleet = Fleet()
     node = replace(node_profile("h100-pcie5"), source="paced", dilation=dilation)
     join(fleet, announcement("w0", node))
@@ -262,19 +253,12 @@ def test_a_long_prompt_is_evaluated_by_the_long_view_in_dilated_time(dilation):
         estimates = estimate(fleet, now_s=1.0)
         estimates.work_s[:] = work_s * dilation
         alone_s = float(estimates.tpot_s[0])
-        found = evaluate(
-            fleet,
-            estimates,
-            0,
-            lateness,
-            Demand(),
-            limits_of(fleet, estimates),
-        )
+        found = evaluate(fleet, estimates, 0, lateness, Demand(), limits_of(fleet, estimates))
         stretched[work_s] = found.token_s / alone_s
     assert stretched == pytest.approx({0.24: 1 / 0.6, 0.26: 1 / 0.9})
 
 
-def test_an_evaluation_by_hand():
+def test_evaluation_equals_figures_by_hand():
     fleet = Fleet(objective=ServiceObjective(ttft_s=0.0))
     join(fleet, announcement("w0", max_sequences=4))
     estimates = estimate(fleet, tokens=4000)
@@ -292,9 +276,9 @@ def test_an_evaluation_by_hand():
     assert found.full and not found.idle
 
 
-def test_how_long_a_prompt_delays_a_token_beside_it():
+def test_delay_s_is_how_long_a_prompt_delays_a_token():
     # Without prompts a token takes 0.5 x (1 - 0.2) = 0.4 s. Of that the 0.1 s queued ahead leave
-    # 0.3 s for 0.7 s of work. Where 2 s are queued nothing is left; short work delays nobody.
+    # 0.3 s for 0.7 s of work. Where 2 s are queued nothing is left; short work delays none.
     made = estimates(
         {"tpot_s": 0.5, "gpu_use": 0.2, "gpu_backlog_s": 0.1, "work_s": 0.7},
         {"tpot_s": 0.5, "gpu_use": 0.2, "gpu_backlog_s": 2.0, "work_s": 0.7},
@@ -304,7 +288,7 @@ def test_how_long_a_prompt_delays_a_token_beside_it():
     assert [alone_s(made.row(at)) for at in range(3)] == pytest.approx([0.4] * 3)
 
 
-def test_an_overloaded_worker_is_stretched_by_no_more_than_the_price_of_a_token_is():
+def test_alone_s_caps_the_use_of_an_overloaded_worker():
     # Use counts as 0.95 at most, as when the token was priced: 2 s x 0.05.
     made = estimates({"tpot_s": 2.0, "gpu_use": 7.0})
     assert alone_s(made.row(0)) == pytest.approx(0.1)
@@ -330,7 +314,7 @@ def evaluation(budget_wait_s=0.0, **figures):
         ({"blocked": 1.5, "idle": True}, False, True),
     ],
 )
-def test_who_is_rejected_and_where(figures, rejected, while_waiting):
+def test_evaluation_rejects_by_its_figures(figures, rejected, while_waiting):
     assert evaluation(**figures).rejected == rejected
     assert evaluation(0.5, **figures).rejected == while_waiting
 
@@ -346,12 +330,12 @@ def test_who_is_rejected_and_where(figures, rejected, while_waiting):
         ({"late_s": 9.0, "full": True}, 0.0, "it would start 9.0 s too late", 9.0),
     ],
 )
-def test_a_rejection_says_why_and_when_to_come_back(worker, budget_wait_s, why, wait_s):
+def test_rejection_says_why_and_when_to_come_back(worker, budget_wait_s, why, wait_s):
     found = evaluation(budget_wait_s, **worker)
     assert (found.why, found.wait_s) == (why, pytest.approx(wait_s))
 
 
-def test_prompts_slow_tokens_no_further_than_an_engine_bounds_its_steps():
+def test_token_s_is_capped_by_the_bound_on_steps():
     outcomes = Outcomes(short=0.9, sent_at_s=1.0)
     assert outcomes.token_s(1.0, 0.010) == pytest.approx(0.100)
     assert outcomes.token_s(1.0, 0.010, 0.025) == pytest.approx(0.025)

@@ -101,7 +101,7 @@ def code(answer, status):
 # -- bodies, schemas, errors -----------------------------------------------------------------------
 
 
-async def test_a_request_gets_an_id_or_keeps_its_own_if_it_is_fit_for_a_log(client):
+async def test_request_keeps_its_id_only_if_it_is_fit_for_a_log(client):
     first, second = [(await ask(client)).json()["id"] for _ in "ab"]
     assert first and second and first != second
     assert (await ask(client, headers={"X-Request-ID": "mine"})).json()["id"] == "mine"
@@ -117,7 +117,7 @@ async def in_chunks(body, size=100):
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_a_body_passes_up_to_exactly_the_limit(client, chunked):
+async def test_body_passes_up_to_exactly_the_limit(client, chunked):
     text = json.dumps({"text": "x" * (LIMIT - len(json.dumps({"text": ""})))}).encode()
     assert len(text) == LIMIT
     headers = {"content-type": "application/json"}
@@ -130,7 +130,7 @@ async def test_a_body_passes_up_to_exactly_the_limit(client, chunked):
 
 
 @pytest.mark.parametrize("declared", ["not a number", "²", "١", "9" * 5000, "-1", ""])
-async def test_no_declared_length_whatsoever_helps_or_crashes(client, declared):
+async def test_declared_length_helps_no_body_and_crashes_nothing(client, declared):
     headers = [(b"content-length", declared.encode()), (b"content-type", b"application/json")]
     answer = await client.post(PATH, content=b"{}", headers=headers)
     assert answer.status_code == (413 if declared[:1] == "9" else 200)
@@ -144,7 +144,7 @@ async def test_faults_of_the_schema_are_400(client):
     assert code(await client.post(PATH, content=b"{", headers=headers), 400) == "invalid_json"
 
 
-async def test_our_own_crash_is_500_and_logged_by_place_and_not_by_what_it_quotes(client, capsys):
+async def test_crash_is_500_and_logged_without_what_it_quotes(client, capsys):
     answer = await ask(client, "crash")
     assert code(answer, 500) == "internal"
     printed = "".join(capsys.readouterr())
@@ -173,12 +173,12 @@ async def test_errors_keep_their_headers_and_shape(client):
     ],
 )
 @pytest.mark.parametrize("tenants", [OPEN, TENANTS])
-async def test_a_known_key_names_the_tenant(client_of, headers, tenants):
+async def test_known_key_names_the_tenant(client_of, headers, tenants):
     told = (await ask(client_of(tenants), headers=headers)).json()
     assert (told["tenant"], told["weight"]) == ("alice", 2.0)
 
 
-async def test_without_a_known_key_it_is_the_default_tenant_or_401(client_of, capsys):
+async def test_unknown_key_is_the_default_tenant_or_401(client_of, capsys):
     client, closed = client_of(OPEN), client_of(TENANTS)
     wrong = [{}, {"authorization": "Bearer sk-alic"}, {"x-api-key": "sk-hush"},
              {"authorization": "Basic sk-alice"}]  # fmt: skip
@@ -193,7 +193,7 @@ async def test_without_a_known_key_it_is_the_default_tenant_or_401(client_of, ca
         assert "sk-" not in answer.text + "".join(capsys.readouterr())
 
 
-async def test_a_refused_body_is_not_even_read(client_of):
+async def test_refused_body_is_not_even_read(client_of):
     content = b"x" * (2 * LIMIT)
     error_of(await client_of(TENANTS, max_body_bytes=LIMIT).post(PATH, content=content), 401)
 
@@ -208,7 +208,7 @@ async def test_probes_and_scrapers_need_no_key_and_all_else_does(client_of):
 
 
 @pytest.mark.parametrize("path", ["//", "/ready/", "/health/", "/metrics/", "/ready//"])
-async def test_a_path_like_an_open_one_needs_a_key_and_counts(client_of, path):
+async def test_path_like_an_open_one_needs_a_key_and_counts(client_of, path):
     client = client_of(TENANTS, limit_all=True, allowances={"alice": Allowance(9)})
     url = httpx.URL("http://test", raw_path=path.encode())
     assert code(await client.post(url), 401) == "invalid_api_key"
@@ -220,20 +220,20 @@ async def test_a_path_like_an_open_one_needs_a_key_and_counts(client_of, path):
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/ready", "/metrics"])
-async def test_what_anybody_may_ask_for_takes_no_body(client_of, path):
+async def test_open_paths_take_no_body(client_of, path):
     client = client_of(TENANTS)
     for content in (b"x", in_chunks(b"x" * 1000)):
         assert (await client.post(path, content=content)).status_code == 413
     assert (await client.post(path)).status_code != 413
 
 
-async def test_a_refusal_is_logged_with_its_tenant(client_of, capsys):
+async def test_refusal_is_logged_with_its_tenant(client_of, capsys):
     await ask(client_of(OPEN), "busy", headers=ALICE)
     printed = "".join(capsys.readouterr())
     assert "alice" in printed and "queue_full" in printed and "sk-alice" not in printed
 
 
-async def test_what_concerns_the_whole_cluster_is_for_operators(client_of, capsys):
+async def test_operator_paths_are_for_operators_alone(client_of, capsys):
     client, free = client_of(TENANTS), client_of()
     for method, path in (
         ("GET", "/v1/nodes"), ("GET", "/v1/tenants"), ("POST", "/v1/nodes/profile"),
@@ -242,7 +242,7 @@ async def test_what_concerns_the_whole_cluster_is_for_operators(client_of, capsy
         answer = await client.request(method, path, headers=ALICE)
         assert answer.status_code == 403
         assert method == "HEAD" or code(answer, 403) == "operator_only"
-        assert "alice" in "".join(capsys.readouterr()), "whose key it was"
+        assert "alice" in "".join(capsys.readouterr()), "the key's tenant"
         assert (await client.request(method, path, headers=OPS)).status_code != 403
         # Without keys everybody is an operator.
         assert (await free.request(method, path)).status_code not in (401, 403)
@@ -256,9 +256,7 @@ async def test_metrics_can_be_kept_for_operators(client_of):
     assert (await client.get("/ready")).status_code == 200
 
 
-async def test_a_key_that_is_taken_out_of_the_file_is_refused_without_a_restart(
-    client_of, tmp_path
-):
+async def test_removed_key_is_refused_without_a_restart(client_of, tmp_path):
     path = tmp_path / "keys.yaml"
     path.write_text(f"{hashed('sk-alice')}: alice\n")
     table = Tenants(refuse=True).with_digests({digest_of("sk-alice"): "alice"}, fixed=())
@@ -273,7 +271,7 @@ async def test_a_key_that_is_taken_out_of_the_file_is_refused_without_a_restart(
 # -- sizes and limits ------------------------------------------------------------------------------
 
 
-async def test_a_limited_tenant_learns_what_is_left_and_when_to_come_back(client_of):
+async def test_limited_tenant_learns_what_is_left_and_when_to_retry(client_of):
     client = client_of(default_allowance=Allowance(2, 1000))
     first = await ask(client, "tokens 100")
     assert first.headers["x-ratelimit-remaining-requests"] == "1"
@@ -291,7 +289,7 @@ async def test_a_limited_tenant_learns_what_is_left_and_when_to_come_back(client
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_a_large_body_counts_as_several_requests(client_of, chunked):
+async def test_large_body_counts_as_several_requests(client_of, chunked):
     client = client_of(default_allowance=Allowance(5))
     for size, status, left in ((0, 200, "4"), (2 << 20, 200, "1"), (2 << 20, 429, "1")):
         body = json.dumps({"text": "x" * size}).encode()
@@ -304,21 +302,21 @@ async def test_a_large_body_counts_as_several_requests(client_of, chunked):
     assert client.app.state.door.refused["default", "rate_limit_exceeded"] == 1
 
 
-async def test_a_refused_tenant_costs_its_neighbour_nothing(client_of):
+async def test_refused_tenant_costs_its_neighbour_nothing(client_of):
     client = client_of(TENANTS, allowances={"alice": Allowance(1)})
     statuses = [(await ask(client, headers=ALICE)).status_code for _ in range(3)]
     assert statuses == [200, 429, 429]
     assert (await ask(client, headers=OPS)).status_code == 200
 
 
-async def test_a_request_is_over_when_its_answer_is_however_it_ends(client_of):
+async def test_request_is_over_when_its_answer_is_however_it_ends(client_of):
     client = client_of(default_allowance=Allowance(concurrent=1))
     for text in ("x", "busy", "crash", "stream"):
         assert (await ask(client, text)).status_code in (200, 429, 500)
         assert (await ask(client)).status_code == 200
 
 
-async def test_more_at_a_time_than_allowed_are_refused_at_once(client_of):
+async def test_requests_above_the_concurrency_are_refused_at_once(client_of):
     gate = asyncio.Event()
 
     async def wait():
@@ -338,9 +336,7 @@ async def test_more_at_a_time_than_allowed_are_refused_at_once(client_of):
 @pytest.mark.parametrize(
     ("tenants", "limit", "who"), [(TENANTS, 2, "tenant alice"), (Tenants(), 1, "this address")]
 )
-async def test_a_tenant_whose_bodies_do_not_come_leaves_others_their_share(
-    client_of, tenants, limit, who
-):
+async def test_stalled_bodies_of_a_tenant_leave_others_their_share(client_of, tenants, limit, who):
     first = client_of(tenants, max_outstanding_bodies=limit)
     # Without keys they are told apart by their address.
     other = client_of(app=first.app, address=("10.0.0.2", 1))
@@ -373,7 +369,7 @@ async def test_a_tenant_whose_bodies_do_not_come_leaves_others_their_share(
 
 
 @pytest.mark.ray
-def test_the_document_names_every_endpoint_and_no_other_and_whose_it_is():
+def test_security_document_names_exactly_the_endpoints():
     from kappa_router.cluster.paths import DECIDED, own_paths
     from kappa_router.cluster.replica import OWN
 

@@ -1,6 +1,4 @@
-"""What is learnt of an engine: from steps and loads, or from first tokens alone; and when not."""
-
-from __future__ import annotations
+"""Engines are learnt from steps and loads, or from first tokens alone; and when they are not."""
 
 import math
 from dataclasses import replace
@@ -73,7 +71,7 @@ def errors(worker, true):
 # -- before anything is learnt ------------------------------------------------------------------
 
 
-def test_the_announced_speeds_are_what_a_forecast_starts_from():
+def test_announced_speeds_are_what_a_forecast_starts_from():
     paced = replace(node_profile("h100-pcie5"), source="paced", dilation=10.0, load_fixed_s=0.5)
     step = replace(STEP, dilation=10.0)
     made = Calibration(announcement(node=paced, step=step))
@@ -92,7 +90,7 @@ def test_the_announced_speeds_are_what_a_forecast_starts_from():
 
 @pytest.mark.parametrize("factor", [3.0, 1 / 3])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_constant_announced_wrong_by_three_is_learnt(name, factor):
+def test_step_constant_announced_wrong_by_three_is_learnt(name, factor):
     wrong = replace(STEP, **{name: getattr(STEP, name) * factor})
     made, worker = cluster(announced=announcement(step=wrong))
     run(made, STEP.real_s)
@@ -117,14 +115,14 @@ def warms_up(batch):
 
 @pytest.mark.parametrize("law", [adds, tiles, warms_up])
 @pytest.mark.parametrize("factor", [1.0, 3.0, 1 / 3])
-def test_an_engine_of_another_law_is_learnt(law, factor):
+def test_engine_of_another_law_is_learnt(law, factor):
     made, worker = cluster(announced=announcement(step=STEP.computing_scaled(factor)))
     run(made, law)
     off = errors(worker, law)
     assert np.median(off) < 0.1 and np.quantile(off, 0.9) < 0.3
 
 
-def test_a_cost_that_no_constant_explains_is_learnt_by_the_tokens_of_a_step():
+def test_unexplained_cost_is_learnt_by_the_tokens_of_a_step():
     def law(batch):
         new = sum(tokens for tokens, _ in batch)
         return STEP.real_s(batch) * (1.6 if 200 < new < 1500 else 1.0)
@@ -170,7 +168,7 @@ def test_loads_from_disk_teach_the_disk_and_leave_the_link_alone():
 
 
 @pytest.mark.parametrize("factor", [30.0, 1 / 10])
-def test_an_engine_that_has_little_to_do_with_its_announcement_is_learnt_too(factor):
+def test_engine_far_from_its_announcement_is_learnt_too(factor):
     made, worker = cluster()
     run(made, lambda batch: factor * STEP.real_s(batch))
     assert np.median(errors(worker, lambda batch: factor * STEP.real_s(batch))) < 0.1
@@ -182,14 +180,14 @@ def test_learning_stops_where_no_announcement_could_be_as_wrong():
     assert 1 < worker.calibration.compute_scale < 500
 
 
-def test_an_engine_that_halves_its_speed_is_known_again_within_a_few_reports():
+def test_halved_speed_is_learnt_within_a_few_reports():
     made, worker = cluster()
     run(made, STEP.real_s, count=200)
     run(made, lambda batch: 2 * STEP.real_s(batch), count=24, at_s=1000.0, seed=7)
     assert np.median(errors(worker, lambda batch: 2 * STEP.real_s(batch))) < 0.15
 
 
-def test_new_figures_are_a_new_beginning_and_the_same_again_are_not():
+def test_learning_restarts_with_another_announcement_alone():
     made, worker = cluster()
     run(made, lambda batch: 2 * STEP.real_s(batch))
     learnt = worker.calibration.compute_scale
@@ -200,7 +198,7 @@ def test_new_figures_are_a_new_beginning_and_the_same_again_are_not():
     assert worker.calibration.compute_scale == 1.0
 
 
-def test_without_calibration_nothing_is_learnt():
+def test_nothing_is_learnt_without_calibration():
     made, worker = cluster(calibrate=False)
     run(made, lambda batch: 3 * STEP.real_s(batch))
     outcome(made, 5.0, 300.0)
@@ -254,7 +252,7 @@ def test_garbage_leaves_the_announced_speeds():
     assert worker.queue.speed.step == STEP and worker.calibration.link_scale == 1.0
 
 
-def test_seconds_that_have_nothing_to_do_with_the_work_hardly_teach():
+def test_seconds_unrelated_to_the_work_hardly_teach():
     rng = np.random.default_rng(5)
     made, worker = cluster()
     run(made, lambda batch: 10 ** rng.uniform(-5, 2), count=200)
@@ -276,7 +274,7 @@ def test_reports_that_first_tokens_contradict_are_not_believed(lie):
 
 
 @pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
-def test_a_clock_that_jumps_costs_one_observation(jump_s):
+def test_clock_that_jumps_costs_one_observation(jump_s):
     made, _ = cluster(forecast_workers=0)
     now_s = 10_000.0
     for i in range(40):
@@ -294,7 +292,7 @@ def test_a_clock_that_jumps_costs_one_observation(jump_s):
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=700))
-def test_the_expected_length_is_the_median_of_the_latest(lengths):
+def test_expected_length_is_the_median_of_the_latest(lengths):
     outputs = OutputLengths()
     for seen, tokens in enumerate(lengths, 1):
         outputs.add(tokens)
@@ -302,6 +300,6 @@ def test_the_expected_length_is_the_median_of_the_latest(lengths):
             assert outputs.guess(0) == int(median(lengths[max(seen - 256, 0) : seen]))
 
 
-def test_before_any_stream_ended_there_is_a_guess_within_the_bound():
+def test_length_guess_before_any_stream_is_within_the_bound():
     assert OutputLengths().guess(0) == 128
     assert OutputLengths().guess(3) == 3

@@ -1,7 +1,5 @@
 """The cluster's accounts: exact, the same wherever they are added up, and never falling."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -23,7 +21,7 @@ def gpu(charges):
     return {tenant: charge.gpu_s for tenant, charge in charges.items()}
 
 
-def test_a_worker_is_sent_what_all_others_charged():
+def test_worker_is_sent_what_all_others_charged():
     charges = Charges()
     charges.report("w0", of(a=1.0, b=2.0), 1.0)
     charges.report("w1", of(a=10.0), 1.0)
@@ -34,7 +32,7 @@ def test_a_worker_is_sent_what_all_others_charged():
     assert gpu(charges.totals()) == {"a": 11.0, "b": 2.0, "c": 5.0}
 
 
-def test_counters_are_cumulative_and_those_left_out_have_not_changed():
+def test_counters_are_cumulative_and_absent_ones_unchanged():
     charges = Charges()
     assert gpu(charges.report("w0", of(a=1.0, b=2.0), 1.0)) == {"a": 1.0, "b": 2.0}
     assert gpu(charges.report("w0", of(a=1.5), 2.0)) == {"a": 0.5}
@@ -61,7 +59,7 @@ def test_late_and_repeated_reports_change_nothing():
 @pytest.mark.parametrize(
     ("again", "steps"), [(of(a=0.5), 900), (of(a=6.0), 3)], ids=["charges fell", "steps fell"]
 )
-def test_a_worker_that_starts_again_keeps_what_its_dead_one_charged(again, steps):
+def test_restarted_worker_keeps_what_its_dead_life_charged(again, steps):
     charges = Charges()
     charges.report("w0", of(a=5.0, b=2.0), 1.0, steps_total=500)
     charges.report("w0", again, 2.0, steps_total=steps)
@@ -73,7 +71,7 @@ def test_a_worker_that_starts_again_keeps_what_its_dead_one_charged(again, steps
     assert gpu(charges.totals()) == {"a": total, "b": 3.0}
 
 
-def test_a_worker_that_left_stays_charged_and_may_come_back():
+def test_worker_that_left_stays_charged_and_may_come_back():
     charges = Charges()
     charges.report("w0", of(a=5.0), 1.0)
     charges.left("w0")
@@ -92,7 +90,7 @@ def test_workers_that_come_and_go_for_ever_take_no_more_room():
     assert len(charges._workers) + len(charges._gone) < 100
 
 
-def test_tenants_beyond_the_bound_are_forgotten_the_least_active_first():
+def test_tenants_beyond_the_bound_go_least_active_first():
     charges = Charges(max_tenants=2)
     charges.report("w0", of(a=1.0, b=2.0), 1.0)
     charges.report("w0", of(a=1.5), 2.0)
@@ -102,7 +100,7 @@ def test_tenants_beyond_the_bound_are_forgotten_the_least_active_first():
     assert gpu(charges.totals()) == {"b": 1.0, "c": 4.0}
 
 
-def test_at_most_64_tenants_are_sent_the_most_recently_active_first():
+def test_elsewhere_sends_the_64_most_recent_tenants():
     charges = Charges()
     for i in range(100):
         charges.report("w0", of(**{f"t{i:02}": 1.0}), float(i))
@@ -111,7 +109,7 @@ def test_at_most_64_tenants_are_sent_the_most_recently_active_first():
     assert list(charges.elsewhere("w1", limit=2)) == ["t99", "t98"]
 
 
-def test_who_had_less_than_the_mean_by_weight_is_behind():
+def test_tenant_below_the_weighted_mean_is_behind():
     charged = {"a": Charge(1.0, 6.0, 0.0), "b": Charge(2.0, 0.0, 1.0), "idle": Charge()}
     assert credits_s(charged, {}) == {"a": -2.0, "b": 2.0}
     assert credits_s(charged, {"a": 3.0}) == {"a": 0.0, "b": 0.0}
@@ -125,7 +123,7 @@ def test_credits_add_up_to_zero(seconds):
 
 
 def history(rng, reports):
-    """What workers say: (worker, charges, time_s, steps), in order of each worker; some start anew.
+    """What workers say: (worker, charges, time_s, steps), in order of each worker; some restart.
 
     Every first report of a life is near zero, as a real one is, and every last one is complete.
     """
@@ -171,7 +169,7 @@ def falls(before, now):
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), reports=st.integers(2, 8))
-def test_two_listeners_agree_once_both_received_all_and_nothing_ever_falls(seed, reports):
+def test_listeners_agree_once_both_heard_all_and_never_fall(seed, reports):
     rng = random.Random(seed)
     said, truth = history(rng, reports)
     first, second = Charges(), Charges()
@@ -192,7 +190,7 @@ def test_two_listeners_agree_once_both_received_all_and_nothing_ever_falls(seed,
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32), at=st.floats(0.0, 1.0))
-def test_a_listener_that_is_behind_is_short_by_what_it_has_not_received(seed, at):
+def test_listener_lacks_exactly_what_it_has_not_received(seed, at):
     rng = random.Random(seed)
     said, _ = history(rng, 6)
     ahead, behind = Charges(), Charges()

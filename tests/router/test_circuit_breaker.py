@@ -9,7 +9,7 @@ def failing(breakers, worker="w", times=3, now_s=0.0):
     return [breakers.failed(worker, f"r{i}", now_s) for i in range(times)]
 
 
-def test_failures_in_a_row_open_it_and_a_success_starts_the_count_anew():
+def test_failures_in_a_row_open_and_a_success_resets_the_count():
     breakers = Breakers(RULE)
     failing(breakers, times=2)
     assert not breakers.succeeded("w", "r")
@@ -21,7 +21,7 @@ def test_failures_in_a_row_open_it_and_a_success_starts_the_count_anew():
     assert breakers.blocked(0.5).failing == {"w"} and not breakers.blocked(0.5).gone
 
 
-def test_after_the_pause_one_probe_goes_there_and_its_success_closes_it():
+def test_probe_after_the_pause_closes_it_on_success():
     breakers = Breakers(RULE)
     failing(breakers)
     assert breakers.retry_after_s(0.25) == 0.75
@@ -34,7 +34,7 @@ def test_after_the_pause_one_probe_goes_there_and_its_success_closes_it():
     assert not breakers.blocked(1.2).failing
 
 
-def test_a_failed_probe_doubles_the_pause_up_to_the_longest():
+def test_failed_probe_doubles_the_pause_up_to_the_longest():
     breakers = Breakers(RULE)
     failing(breakers)
     now_s, pauses = 0.0, []
@@ -48,7 +48,7 @@ def test_a_failed_probe_doubles_the_pause_up_to_the_longest():
     assert breakers.state("w", now_s).opened == 5
 
 
-def test_an_open_breaker_ignores_requests_sent_before_it_opened():
+def test_open_breaker_ignores_requests_sent_before_it_opened():
     breakers = Breakers(RULE)
     failing(breakers)
     assert not breakers.succeeded("w", "old")
@@ -56,7 +56,7 @@ def test_an_open_breaker_ignores_requests_sent_before_it_opened():
     assert breakers.retry_after_s(0.0) == 1.0
 
 
-def test_a_probe_without_an_outcome_frees_its_place():
+def test_probe_without_an_outcome_frees_its_place():
     breakers = Breakers(RULE)
     failing(breakers)
     breakers.sent("w", "left", 1.0)
@@ -67,7 +67,7 @@ def test_a_probe_without_an_outcome_frees_its_place():
     assert not breakers.blocked(61.1).failing, "forgotten after PROBE_S"
 
 
-def test_a_worker_without_a_sign_of_life_stays_blocked_until_there_is_one():
+def test_worker_without_a_sign_of_life_stays_blocked():
     breakers = Breakers(RULE)
     assert breakers.trip("w", "silent", 0.0)
     assert not breakers.trip("w", "disconnected", 1.0), "open for that already"
@@ -80,7 +80,7 @@ def test_a_worker_without_a_sign_of_life_stays_blocked_until_there_is_one():
     assert not breakers.alive("w", 1e6)
 
 
-def test_one_that_stands_still_is_left_alone_until_it_moves_or_the_longest_pause_is_over():
+def test_stalled_worker_is_left_until_it_moves_or_a_long_pause():
     breakers, longest_s = Breakers(RULE), RULE.longest_pause_s
     assert breakers.trip("w", "stalled", 0.0, needs_sign=False)
     assert not breakers.trip("w", "stalled", 1.0, needs_sign=False), "open for that already"
@@ -93,7 +93,7 @@ def test_one_that_stands_still_is_left_alone_until_it_moves_or_the_longest_pause
     assert breakers.state("w", longest_s + 6.0).standing == "half_open"
 
 
-def test_a_worker_that_left_leaves_nothing_behind():
+def test_worker_that_left_leaves_nothing_behind():
     breakers = Breakers(RULE)
     failing(breakers)
     breakers.leave("w")

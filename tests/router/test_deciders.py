@@ -25,7 +25,7 @@ def two():
     return RouterMetrics(), RouterMetrics()
 
 
-def test_what_each_counts_of_its_own_adds_up(two):
+def test_counters_of_each_decider_add_up(two):
     for metrics, count in zip(two, (3, 4), strict=True):
         metrics.inc(m.REQUESTS, "200", by=count)
         metrics.set(m.RESERVATIONS, "a", to=count)
@@ -40,7 +40,7 @@ def test_what_each_counts_of_its_own_adds_up(two):
     assert both["kappa_ttft_seconds_sum", "a"] == pytest.approx(0.14)
 
 
-def test_what_both_receive_from_a_worker_counts_once(two):
+def test_figures_of_one_worker_heard_twice_count_once(two):
     for metrics, tokens in zip(two, (100, 70), strict=True):
         metrics.inc(m.PROMPT_TOKENS, "a", "new", by=tokens)
         metrics.set(m.GPU_BACKLOG, "a", to=1.5)
@@ -49,21 +49,21 @@ def test_what_both_receive_from_a_worker_counts_once(two):
     assert both["kappa_gpu_backlog_seconds", "a"] == 1.5
 
 
-def test_what_only_one_has_is_not_lost(two):
+def test_counter_of_one_decider_is_not_lost(two):
     two[0].inc(m.RETRIES, "a", "died")
     two[1].inc(m.RETRIES, "b", "died")
     both = values(merged(metrics.exposition() for metrics in two))
     assert both["kappa_retries_total", "a", "died"] == both["kappa_retries_total", "b", "died"] == 1
 
 
-def test_one_alone_stays_as_it_is(two):
+def test_metrics_of_one_decider_stay_as_they_are(two):
     two[0].inc(m.REQUESTS, "200")
     text = two[0].exposition()
     assert values(merged([text])) == values(text)
     assert merged([text]).count(b"# HELP kappa_requests_total ") == 1
 
 
-def test_what_adds_up_is_named():
+def test_metrics_that_add_up_are_named_and_no_workers():
     assert {metric.name for metric in m.ALL} >= m.ADDING
     of_workers = {m.STEPS, m.LOAD_BYTES, m.TENANT_CHARGE, m.INDEX_BLOCKS, m.PROMPT_TOKENS}
     assert not m.ADDING & {metric.name for metric in of_workers}
@@ -99,13 +99,13 @@ async def own(what, *args):
     return f"own {what} {args}"
 
 
-async def test_everybody_answers():
+async def test_call_returns_every_answer():
     handle = Handle("one", "two")
     assert await deciders(handle).call(own, "decision", "r") == ["one", "two"]
     assert handle.asked == [("told", "decision", "r")]
 
 
-async def test_one_that_fails_is_left_out():
+async def test_call_leaves_out_a_decider_that_fails():
     handle = Handle("one", RuntimeError("died"))
     assert await deciders(handle).call(own, "metrics") == ["one"]
 
@@ -113,10 +113,10 @@ async def test_one_that_fails_is_left_out():
 @pytest.mark.parametrize(
     "handle", [Handle(error=TimeoutError()), Handle(RuntimeError("died")), Handle()]
 )
-async def test_if_nobody_answers_in_time_its_own_answer_remains(handle):
+async def test_call_falls_back_to_its_own_answer(handle):
     assert await deciders(handle).call(own, "metrics") == ["own metrics ()"]
 
 
-async def test_a_single_decider_calls_nobody(monkeypatch):
+async def test_single_decider_calls_no_other(monkeypatch):
     monkeypatch.delattr(kappa_router.live.deciders.serve, "get_deployment_handle")
     assert await Deciders(1, "told").call(own, "metrics") == ["own metrics ()"]

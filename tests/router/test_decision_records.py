@@ -11,7 +11,7 @@ from tests.router.building import ask, router
 
 
 @pytest.mark.parametrize(("ttft_s", "queue_s"), [(1.0, 0.5), (0.4, 0.0)])
-def test_the_queue_is_what_neither_load_nor_computing_accounts_for(ttft_s, queue_s):
+def test_queue_s_is_what_load_and_compute_leave_of_the_ttft(ttft_s, queue_s):
     decision = router("a").route(ask(), 1.0)
     record = DecisionRecord(decision, 1.0, 0.0, ttft_s=ttft_s, spent=Spent("r", 0.2, 0.3))
     actual = record.to_dict()["actual"]
@@ -19,14 +19,14 @@ def test_the_queue_is_what_neither_load_nor_computing_accounts_for(ttft_s, queue
     assert (actual["load_s"], actual["compute_s"], actual["ttft_s"]) == (0.2, 0.3, ttft_s)
 
 
-def test_without_a_report_what_was_spent_is_unknown():
+def test_spent_seconds_are_unknown_without_a_report():
     record = DecisionRecord(router("a").route(ask(), 1.0), 1.0, 0.0, ttft_s=1.0)
     actual = record.to_dict()["actual"]
     assert actual["queue_s"] is actual["load_s"] is actual["compute_s"] is None
 
 
 @pytest.mark.parametrize("workers", [2, 5])
-def test_the_load_is_the_share_of_workers_with_requests_forecast_or_not(workers):
+def test_load_is_the_share_of_workers_with_requests(workers):
     made = router(*(f"w{i}" for i in range(workers)))
     made.route(ask(), 1.0)
     assert LiveRouter._load(SimpleNamespace(router=made)) == 1 / workers
@@ -34,7 +34,7 @@ def test_the_load_is_the_share_of_workers_with_requests_forecast_or_not(workers)
     assert LiveRouter._load(SimpleNamespace(router=made)) == 0.0
 
 
-def test_records_are_bounded_and_those_being_served_kept_longest():
+def test_records_are_bounded_and_open_ones_kept_longest():
     records = Records(2)
     for name, end in (("served", ""), ("done", "done"), ("later", "done"), ("last", "done")):
         made = router("a").route(ask(name), 1.0)
@@ -44,7 +44,7 @@ def test_records_are_bounded_and_those_being_served_kept_longest():
     assert list(records) == ["served", "last"]
 
 
-def test_the_oldest_request_that_no_engine_has_admitted_counts():
+def test_oldest_request_that_no_engine_has_admitted_counts():
     rows = [
         ("a", 5.0, {}), ("a", 8.0, {}), ("b", 1.0, {"admitted": SimpleNamespace()}),
         ("b", 2.0, {"ttft_s": 0.1}), ("b", 3.0, {"end": "done"}), ("c", 99.0, {}),

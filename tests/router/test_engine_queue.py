@@ -1,7 +1,5 @@
 """The engine queue model against an engine that is stepped one iteration at a time."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass, field, replace
@@ -99,7 +97,7 @@ class Engine:
                 self.requests.remove(r)
 
     def schedule(self):
-        """As vLLM does: who runs, then whose load has landed, then who waits, while tokens last."""
+        """As vLLM does: running requests, landed loads, then waiting ones, while tokens last."""
         left, work, parts = self.speed.budget_tokens, [], []
         begun = [r for r in self.requests if r.new and r.begun]
         landed = [r for r in self.requests if r.new and r.admitted and not r.begun]
@@ -187,7 +185,7 @@ def test_forecasts_equal_those_of_an_engine_stepped_one_by_one(block):
 # -- what one can reckon by hand ----------------------------------------------------------------
 
 
-def test_an_idle_worker_takes_the_load_and_then_the_chunks():
+def test_idle_worker_takes_the_load_and_then_the_chunks():
     probe = job("x", 5.0, host=300, new=200)
     expected = 5.0 + SPEED.load_s(300) + prompt_s(SPEED, 200, 300)
     assert EngineQueue(SPEED).first_token_s(probe, 5.0) == pytest.approx(expected)
@@ -259,7 +257,7 @@ def test_many_small_advances_equal_a_big_one():
         )
 
 
-def test_a_forecast_changes_neither_the_queue_nor_the_job():
+def test_forecast_changes_neither_the_queue_nor_the_job():
     queue = EngineQueue(SPEED)
     queue.submit(job("a", 0.0, host=50, new=100), 0.0)
     probe = job("x", 1.0, host=10)
@@ -270,7 +268,7 @@ def test_a_forecast_changes_neither_the_queue_nor_the_job():
     assert len(queue) == 1 and "x" not in inside(queue)
 
 
-def test_a_job_that_is_already_queued_is_forecast_at_the_end_of_the_queue():
+def test_queued_job_is_forecast_again_at_the_end():
     queue = EngineQueue(SPEED)
     queue.submit(job("x", 0.0, new=640), 0.0)
     queue.submit(job("y", 0.0, new=640), 0.0)
@@ -280,7 +278,7 @@ def test_a_job_that_is_already_queued_is_forecast_at_the_end_of_the_queue():
 # -- room ---------------------------------------------------------------------------------------
 
 
-def test_without_room_a_prompt_waits_until_a_stream_ends():
+def test_prompt_without_room_waits_until_a_stream_ends():
     speed = replace(SPEED, capacity_tokens=200)
     queue = EngineQueue(speed)
     decoding(queue, "a", 0.0, context=150, output=10)
@@ -289,14 +287,14 @@ def test_without_room_a_prompt_waits_until_a_stream_ends():
     assert queue.first_token_s(job("x", new=60), 0.0) == pytest.approx(expected)
 
 
-def test_a_prompt_larger_than_the_cache_gets_an_answer():
+def test_prompt_larger_than_the_cache_gets_an_answer():
     queue = EngineQueue(replace(SPEED, capacity_tokens=50))
     queue.submit(job("a", 3.0, new=40), 3.0)
     at_s = queue.first_token_s(job("x", 3.0, new=500), 3.0)
     assert 3.0 < at_s < math.inf
 
 
-def test_a_forecast_that_cannot_end_is_never_in_the_past():
+def test_forecast_that_cannot_end_is_never_in_the_past():
     queue = EngineQueue(replace(SPEED, budget_tokens=0))
     decoding(queue, "a", 0.0)
     queue.submit(job("b", 0.0, host=5), 0.0)
@@ -305,7 +303,7 @@ def test_a_forecast_that_cannot_end_is_never_in_the_past():
     assert queue.first_token_s(job("done", 9.0, new=0), 9.0) >= 9.0
 
 
-def test_a_free_step_does_not_hang():
+def test_free_step_does_not_hang():
     speed = replace(SPEED, step=StepModel(0.0, 0.0, 0.0, 0.0))
     queue = EngineQueue(speed)
     decoding(queue, "a", 0.0)
@@ -316,7 +314,7 @@ def test_a_free_step_does_not_hang():
 # -- corrections --------------------------------------------------------------------------------
 
 
-def test_a_load_that_was_not_needed_moves_up_those_behind_it():
+def test_load_that_was_not_needed_moves_up_those_behind_it():
     queue = EngineQueue(SPEED)
     for name in "abc":
         queue.submit(job(name, 0.0, host=1000, new=10), 0.0)
@@ -330,7 +328,7 @@ def test_a_load_that_was_not_needed_moves_up_those_behind_it():
     assert 0 <= queue.first_token_s(probe, 0.1) - 3 * one - prompt_s(SPEED, 1, 1000) < 0.1
 
 
-def test_a_larger_load_than_thought_moves_back_those_behind_it():
+def test_larger_load_than_thought_moves_back_those_behind_it():
     queue = EngineQueue(SPEED)
     queue.submit(job("a", 0.0, host=1000), 0.0)
     queue.submit(job("b", 0.0, host=1000), 0.0)
@@ -339,7 +337,7 @@ def test_a_larger_load_than_thought_moves_back_those_behind_it():
     assert inside(queue)["b"].loaded_s == pytest.approx(SPEED.load_s(3000) + SPEED.load_s(1000))
 
 
-def test_a_load_that_came_from_disk_is_longer_by_what_the_disk_takes():
+def test_load_from_disk_is_longer_by_the_disks_time():
     disk = replace(SPEED, disk_token_s=0.002)
     assert disk.load_s(1000, 400) == pytest.approx(0.01 + 1000 * 0.001 + 400 * 0.002)
     queue = EngineQueue(disk)
@@ -351,7 +349,7 @@ def test_a_load_that_came_from_disk_is_longer_by_what_the_disk_takes():
     assert inside(queue)["b"].loaded_s == pytest.approx(disk.load_s(1000, 1000) + disk.load_s(1000))
 
 
-def test_a_load_nobody_expected_goes_to_the_end_of_the_link():
+def test_unexpected_load_goes_to_the_end_of_the_link():
     queue = EngineQueue(SPEED)
     queue.submit(job("b", 0.0, host=500), 0.0)
     queue.submit(job("a", 0.0, new=1000), 0.0)
@@ -361,7 +359,7 @@ def test_a_load_nobody_expected_goes_to_the_end_of_the_link():
     assert queue.backlog_s(0.1)[0] == pytest.approx(expected - 0.1)
 
 
-def test_a_load_that_starts_late_lands_late():
+def test_load_that_starts_late_lands_late():
     queue = EngineQueue(SPEED)
     queue.submit(job("a", 0.0, host=500), 0.0)
     queue.advance(0.1)
@@ -369,7 +367,7 @@ def test_a_load_that_starts_late_lands_late():
     assert inside(queue)["a"].loaded_s == pytest.approx(0.3 + SPEED.load_s(500))
 
 
-def test_an_admission_before_the_forecast_expected_it_is_believed():
+def test_admission_before_the_forecast_is_believed():
     queue = EngineQueue(SPEED)
     queue.submit(job("a", 5.0, host=100, new=10), 0.0)
     queue.correct("a", 0, 200, 20, 1.0)
@@ -378,7 +376,7 @@ def test_an_admission_before_the_forecast_expected_it_is_believed():
     assert all(known.decoding for known in inside(queue).values())
 
 
-def test_a_correction_to_what_was_forecast_keeps_the_progress():
+def test_correction_to_what_was_forecast_keeps_the_progress():
     reported, silent = EngineQueue(SPEED), EngineQueue(SPEED)
     for queue in (reported, silent):
         queue.submit(job("a", 0.0, host=100, new=640), 0.0)
@@ -389,7 +387,7 @@ def test_a_correction_to_what_was_forecast_keeps_the_progress():
     assert inside(reported)["a"].prefilled_tokens == 192
 
 
-def test_a_first_token_credits_the_others_in_its_step():
+def test_first_token_credits_the_others_in_its_step():
     queue = EngineQueue(SPEED)
     decoding(queue, "d", 0.0)
     queue.submit(job("a", 0.0, new=20), 0.0)
@@ -403,7 +401,7 @@ def test_a_first_token_credits_the_others_in_its_step():
     assert jobs["d"].decoded_tokens == 1
 
 
-def test_a_first_token_means_that_its_load_has_landed():
+def test_first_token_means_that_its_load_has_landed():
     queue = EngineQueue(SPEED)
     for name in "ab":
         queue.submit(job(name, 0.0, host=1000), 0.0)
@@ -411,7 +409,7 @@ def test_a_first_token_means_that_its_load_has_landed():
     assert inside(queue)["b"].loaded_s == pytest.approx(0.2 + SPEED.load_s(1000))
 
 
-def test_the_unknown_is_ignored():
+def test_unknown_jobs_are_ignored():
     queue = EngineQueue(SPEED)
     queue.correct("x", 1, 1, 1, 1.0)
     queue.prefilled("x", 1.0)
@@ -422,7 +420,7 @@ def test_the_unknown_is_ignored():
 # -- delay ---------------------------------------------------------------------------------------
 
 
-def test_a_prompt_delays_a_token_of_each_stream_per_step():
+def test_prompt_delays_a_token_of_each_stream_per_step():
     queue = EngineQueue(SPEED)
     assert queue.decode_delay_s(1000, 0) == 0.0
     decoding(queue, "a", 0.0, context=99, output=50)
@@ -432,7 +430,7 @@ def test_a_prompt_delays_a_token_of_each_stream_per_step():
     assert queue.decode_delay_s(3 * chunk, 500) == pytest.approx(expected)
 
 
-def test_a_stream_about_to_end_is_delayed_no_longer_than_it_lasts():
+def test_stream_about_to_end_is_delayed_only_while_it_lasts():
     queue = EngineQueue(SPEED)
     decoding(queue, "a", 0.0, context=99, output=1)
     once = queue.decode_delay_s(SPEED.budget_tokens - 1, 0)
@@ -453,10 +451,7 @@ ACTIONS = st.one_of(
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    st.lists(st.tuples(st.floats(0, 2), ACTIONS), max_size=40),
-    st.sampled_from([300, 10_000]),
-)
+@given(st.lists(st.tuples(st.floats(0, 2), ACTIONS), max_size=40), st.sampled_from([300, 10_000]))
 def test_any_sequence_of_events_keeps_the_forecast_sound(actions, capacity):
     queue, now_s = EngineQueue(replace(SPEED, capacity_tokens=capacity)), 100.0
     for wait_s, (what, *rest) in actions:
@@ -490,41 +485,39 @@ def test_any_sequence_of_events_keeps_the_forecast_sound(actions, capacity):
 class TestAnEngineThatPacks:
     SPEED = replace(SPEED, capacity_tokens=110, packs=True)
 
-    def running(self):
+    def running(self, packs=True):
         """A forecast of an engine that decodes a request of 60 of its 110 tokens."""
-        queue = EngineQueue(self.SPEED)
+        queue = EngineQueue(replace(self.SPEED, packs=packs))
         queue.submit(EngineJob("runs", 0.0, 0, 0, 60, 1000), 0.0)
         queue.prefilled("runs", 1.0)
         return queue
 
-    def test_goes_on_past_a_request_that_does_not_fit(self):
-        small = EngineJob("small", 1.0, 0, 0, 10, 1)
+    def sooner(self, probe, *waiting):
+        """Whether an engine that packs begins the probe before one that does not."""
         first_s = {}
         for packs in (True, False):
-            queue = self.running()
-            queue.speed = replace(self.SPEED, packs=packs)
-            queue.submit(EngineJob("large", 1.0, 0, 0, 90, 1), 1.0)
-            first_s[packs] = queue.first_token_s(small, 1.0)
-        assert first_s[True] < first_s[False]
+            queue = self.running(packs)
+            for one in waiting:
+                queue.submit(one, 1.0)
+            first_s[packs] = queue.first_token_s(probe, 1.0)
+        return first_s[True] < first_s[False]
 
-    def test_a_load_that_waits_for_the_link_holds_no_room(self):
-        first_s = {}
-        for packs in (True, False):
-            queue = self.running()
-            queue.speed = replace(self.SPEED, packs=packs)
-            for name in ("loads", "waits"):
-                queue.submit(EngineJob(name, 1.0, 15, 15, 1, 1), 1.0)
-            first_s[packs] = queue.first_token_s(EngineJob("fresh", 1.0, 0, 0, 20, 1), 1.0)
-        assert first_s[True] < first_s[False]
+    def test_packing_goes_on_past_a_request_that_does_not_fit(self):
+        small, large = EngineJob("small", 1.0, 0, 0, 10, 1), EngineJob("large", 1.0, 0, 0, 90, 1)
+        assert self.sooner(small, large)
 
-    def test_loads_one_after_the_other_without_a_gap(self):
+    def test_packing_holds_no_room_for_a_load_that_waits(self):
+        loads = [EngineJob(name, 1.0, 15, 15, 1, 1) for name in ("loads", "waits")]
+        assert self.sooner(EngineJob("fresh", 1.0, 0, 0, 20, 1), *loads)
+
+    def test_packing_loads_one_after_the_other_without_a_gap(self):
         queue = self.running()
         queue.submit(EngineJob("first", 1.0, 15, 15, 1, 1), 1.0)
         second = EngineJob("second", 1.0, 15, 15, 1, 1)
         assert queue.first_token_s(second, 1.0) >= 1.0 + 2 * self.SPEED.load_s(15)
 
 
-def test_a_prompt_in_parts_is_forecast_as_the_engine_computes_it():
+def test_prompt_in_parts_is_forecast_as_the_engine_computes_it():
     speed = replace(SPEED, budget_tokens=4096, step_factor=2.5)
     queue = EngineQueue(speed)
     for i in range(4):
@@ -545,7 +538,7 @@ def test_a_prompt_in_parts_is_forecast_as_the_engine_computes_it():
     assert queue.decode_delay_s(1000, 0) < whole.decode_delay_s(1000, 0)
 
 
-def test_a_step_under_way_is_forgotten_when_anything_changes():
+def test_step_under_way_is_forgotten_when_anything_changes():
     # One step of 10 new tokens; half-way through another request comes, then a better speed.
     queue, plain = EngineQueue(SPEED), EngineQueue(SPEED)
     for each in (queue, plain):
@@ -561,7 +554,7 @@ def test_a_step_under_way_is_forgotten_when_anything_changes():
     assert queue.backlog_s(0.06) == plain.backlog_s(0.06)
 
 
-def test_a_long_prompt_is_forecast_in_few_steps_and_as_if_in_all(monkeypatch):
+def test_long_prompt_is_forecast_in_few_steps_and_as_if_in_all(monkeypatch):
     speed = EngineSpeed(StepModel(1e-5, 1e-10, 1e-3, 1e-8, 1e-4), 0.0, 0.0, 512, 1 << 20)
     queue, taken, step = EngineQueue(speed), [], EngineQueue._step
     queue.submit(EngineJob("d", 0.0, 0, 600, 0, 10_000), 0.0)

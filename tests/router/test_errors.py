@@ -24,7 +24,7 @@ PACKAGE = Path(errors.__file__).parents[1]
         (errors.INTERNAL(), 500, "server_error", "internal", None),
     ],
 )  # fmt: skip
-def test_each_error_has_the_shape_that_clients_read(error, status, kind, code, param):
+def test_errors_have_the_shape_that_clients_read(error, status, kind, code, param):
     assert error.status == status
     inner = error.body()["error"]
     assert inner == {"message": error.message, "type": kind, "param": param, "code": code}
@@ -35,7 +35,7 @@ def names_in(message):
     return {name for _, name, _, _ in string.Formatter().parse(message) if name}
 
 
-def test_every_error_is_made_with_the_values_that_its_message_names():
+def test_errors_get_the_values_that_their_messages_name():
     made = set()
     for path in PACKAGE.rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text())):
@@ -68,7 +68,7 @@ def test_half_a_surrogate_pair_in_a_message_can_be_sent():
     assert body["message"] == "a\\ud800: no." and body["param"] == "a\\ud800"
 
 
-def test_a_schemas_fault_names_the_field_not_the_text():
+def test_schemas_fault_names_the_field_not_the_text():
     fault = {"loc": ("body", "messages", 0, "role"), "msg": "Field required", "input": "secret"}
     error = validation_error([fault])
     assert (error.status, error.param) == (400, "messages.0.role")

@@ -1,4 +1,4 @@
-"""The compiled sums behind what is learnt of an engine, against numpy and the standard library."""
+"""The compiled sums from which engines are learnt, against numpy and the standard library."""
 
 import statistics
 
@@ -20,7 +20,7 @@ def steps(seconds, tokens, **more):
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20))
-def test_the_middle_is_the_median(values):
+def test_middle_is_the_median(values):
     assert middle(np.array(values)) == statistics.median(values)
 
 
@@ -37,7 +37,7 @@ def test_waiting_is_never_all_of_a_first_token():
     assert rows["known_s"][0] == 0.9
 
 
-def test_noise_is_about_the_middle_and_of_what_came_since_the_change():
+def test_spread_is_about_the_middle_since_the_last_change():
     stale = steps(1.0, 8, stale=1.0)
     rows = table(*[steps(1.0, 8)] * 3, stale, Observation(GAP, 1.0), Observation(LOAD, 1.0))
     counts, medians = spreads(rows, np.array([1.0, 1.2, 1.5, 9.0, 4.0, 0.0]))
@@ -45,7 +45,7 @@ def test_noise_is_about_the_middle_and_of_what_came_since_the_change():
     assert medians == pytest.approx([0.2, 0.0, 0.0, 0.0])
 
 
-def test_what_cannot_be_a_number_is_shown_to_the_caller():
+def test_fit_leaves_nan_for_its_caller_to_check():
     theta, some = np.zeros(23), np.full(9, 1e-3)
     prior = estimator.Prior(some, some, np.ones(23), np.ones(23))
     estimator.fit(table(steps(np.nan, 8)), theta, prior, np.ones(4), np.ones(1))

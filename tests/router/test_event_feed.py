@@ -12,7 +12,9 @@ from structlog.testing import capture_logs
 from kappa_router.index.kv_events import Batch
 from kappa_router.live import event_feed
 from kappa_router.live.event_feed import EventFeed, FloodError
-from tests.router.flooding import PATIENCE_S, Turns, batch, flood
+from tests.router.flooding import Turns, flood
+from tests.router.kv_batches import published
+from tests.router.patience import PATIENCE_S
 
 
 class Publisher:
@@ -61,7 +63,7 @@ async def sent_again(feed, publisher, payload):
     return await waiting
 
 
-async def test_others_get_a_turn_after_64_messages_at_most(monkeypatch):
+async def test_tasks_get_a_turn_after_64_messages_at_most(monkeypatch):
     monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 1e9)
     with flood() as endpoint:
         feed = EventFeed("w", endpoint)
@@ -82,12 +84,12 @@ async def test_events_of_one_message_are_handed_over_in_turns(feed):
     assert 1 < turns.longest <= 64
 
 
-async def test_what_comes_faster_than_is_followed_is_dropped(feed, publisher, monkeypatch):
+async def test_events_above_the_rate_are_dropped(feed, publisher, monkeypatch):
     monkeypatch.setattr(event_feed, "_PAUSES_S", (0.01,))
     monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 1.0)
     feed._left = 1.0
-    await publisher.send(*(batch(n) for n in range(8)))
-    assert await received(feed) == batch(0)
+    await publisher.send(*(published(n) for n in range(8)))
+    assert await received(feed) == published(0)
     with pytest.raises(FloodError, match="w sends more than 1 events a second"):
         await received(feed)
     monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 1e4)
@@ -95,13 +97,13 @@ async def test_what_comes_faster_than_is_followed_is_dropped(feed, publisher, mo
         for _ in range(2):
             await feed.pause()
     assert [(line["event"], line["worker"]) for line in logs] == [("kv_events_flood", "w")]
-    assert await sent_again(feed, publisher, batch(9)) == batch(9)
+    assert await sent_again(feed, publisher, published(9)) == published(9)
 
 
-@pytest.mark.parametrize("payload", [batch(*range(3)) * 1000, b""])
-async def test_a_message_counts_for_its_bytes_and_its_events(feed, publisher, payload, monkeypatch):
-    event = batch(1)[11:-1]
-    payload = payload or batch(1)[:9] + b"\xdc" + (500).to_bytes(2, "big") + event * 500 + b"\0"
+@pytest.mark.parametrize("payload", [published(*range(3)) * 1000, b""])
+async def test_message_counts_for_its_bytes_and_its_events(feed, publisher, payload, monkeypatch):
+    event = published(1)[11:-1]
+    payload = payload or published(1)[:9] + b"\xdc" + (500).to_bytes(2, "big") + event * 500 + b"\0"
     monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 20.0)
     await publisher.send(payload)
     feed._left = 20.0
@@ -109,7 +111,7 @@ async def test_a_message_counts_for_its_bytes_and_its_events(feed, publisher, pa
         await feed.batch(await received(feed), Counter())
 
 
-async def test_a_frame_beyond_the_bound_closes_the_connection(publisher, monkeypatch):
+async def test_frame_beyond_the_bound_closes_the_connection(publisher, monkeypatch):
     monkeypatch.setattr(event_feed, "_MOST_FRAME_BYTES", 1 << 16)
     monkeypatch.setattr(event_feed, "_RECONNECT_S", 0.01)
     feed = EventFeed("w", publisher.endpoint)
@@ -118,14 +120,14 @@ async def test_a_frame_beyond_the_bound_closes_the_connection(publisher, monkeyp
     watching = asyncio.create_task(feed.watch(heard.append))
     await publisher.subscribed()
     await publisher.send(bytes(1 << 17))
-    assert await sent_again(feed, publisher, batch(1)) == batch(1)
+    assert await sent_again(feed, publisher, published(1)) == published(1)
     watching.cancel()
     assert heard == [True, False, True]
     feed.close()
 
 
 @pytest.mark.parametrize(("blocks", "apart"), [(10, False), (30_000, True)])
-async def test_what_is_large_is_decoded_on_a_thread(feed, monkeypatch, blocks, apart):
+async def test_large_batches_are_decoded_on_a_thread(feed, monkeypatch, blocks, apart):
     threads = []
 
     def decode(payload, worker, counts, groups):
@@ -135,6 +137,6 @@ async def test_what_is_large_is_decoded_on_a_thread(feed, monkeypatch, blocks, a
 
     monkeypatch.setattr(event_feed, "decode", decode)
     counts = Counter(remote=1)
-    await feed.decoded(batch(*range(blocks), size=8), counts)
+    await feed.decoded(published(*range(blocks), size=8), counts)
     assert (threads != [threading.get_ident()]) is apart
     assert counts == {"remote": 2}

@@ -12,7 +12,8 @@ import kappa_router.cluster.replica
 from kappa.protocol import EngineDiedError, WorkerReport
 from kappa.settings.routing import FailoverSettings
 from kappa_router.decision import RouteRequest
-from tests.router.scripted import Engine, Whole, announcement, code, event, get, post, until, words
+from tests.router.patience import until
+from tests.router.scripted import Engine, Whole, announcement, code, crowd, event, get, post, words
 
 pytestmark = pytest.mark.ray
 
@@ -29,12 +30,6 @@ async def broken(_worker):
 async def never(_worker):
     await asyncio.Event().wait()
     yield
-
-
-def busy(live):
-    """Others were in each engine a moment ago, so that nobody is alone there."""
-    for worker in live.router.workers:
-        live.suspects.ended(worker, live.now_s())
 
 
 def breaker(live, worker):
@@ -76,7 +71,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-async def test_a_request_that_its_worker_failed_is_served_by_another(serve, failure):
+async def test_request_that_its_worker_failed_is_served_by_another(serve, failure):
     asked = []
 
     async def script(worker):
@@ -98,7 +93,7 @@ async def test_a_request_that_its_worker_failed_is_served_by_another(serve, fail
 
     closing = []
     _, live, here = await serve(script)
-    busy(live)
+    crowd(live)
     first = live.explain(RouteRequest("asked")).worker
     other = ({"a", "b"} - {first}).pop()
     if failure == "drains":
@@ -124,7 +119,7 @@ async def test_a_request_that_its_worker_failed_is_served_by_another(serve, fail
     await asyncio.gather(*closing)
 
 
-async def test_an_engines_refusal_is_its_clients_and_not_tried_elsewhere(serve):
+async def test_engine_refusal_is_not_tried_elsewhere(serve):
     async def refused(_worker):
         yield Whole({"error": {"message": "no such voice", "code": 400}}, 400)
 
@@ -146,7 +141,7 @@ async def test_an_engines_refusal_is_its_clients_and_not_tried_elsewhere(serve):
     assert {record.end for record in live.records.values()} == {"refused"}
 
 
-async def test_the_last_workers_failure_is_the_answer_where_nobody_else_is_left(serve):
+async def test_last_workers_failure_is_answered_when_none_is_left(serve):
     _, live, here = await serve(broken, workers=("a",))
     answer = await post(here, stream=True)
     assert (answer.status_code, int(answer.headers["retry-after"]) >= 1) == (503, True)
@@ -156,7 +151,7 @@ async def test_the_last_workers_failure_is_the_answer_where_nobody_else_is_left(
     assert record.end == "error"
 
 
-async def test_a_worker_that_fails_again_and_again_is_left_alone_then_tried_and_taken_back(serve):
+async def test_failing_worker_is_left_alone_then_taken_back(serve):
     failed = {"a"}
 
     async def script(worker):
@@ -192,7 +187,7 @@ async def test_a_worker_that_fails_again_and_again_is_left_alone_then_tried_and_
     assert "a" in engines.sent[before + 1 :]
 
 
-async def test_where_all_fail_one_that_fails_is_still_asked(serve):
+async def test_failing_worker_is_asked_where_all_fail(serve):
     engines, live, here = await serve(broken, failover=SLOW)
     for _ in range(4):
         assert (await post(here, stream=True)).status_code == 503
@@ -206,7 +201,7 @@ async def test_where_all_fail_one_that_fails_is_still_asked(serve):
 # -- workers that hang, or leave ------------------------------------------------------------------
 
 
-async def test_an_engine_that_stands_still_is_left_alone_until_it_moves(serve):
+async def test_stalled_engine_is_left_alone_until_it_moves(serve):
     patient = SLOW.model_copy(update={"stall_after_s": 0.5})
     engines, live, here = await serve(never, failover=patient)
     stuck, steps = live.explain(RouteRequest("asked")).worker, [7]
@@ -226,7 +221,7 @@ async def test_an_engine_that_stands_still_is_left_alone_until_it_moves(serve):
     await here.idle()
 
 
-async def test_a_worker_that_is_taken_away_ends_its_streams_and_gets_nothing_new(serve):
+async def test_removed_worker_ends_its_streams_and_gets_no_new_ones(serve):
     going = asyncio.Event()
 
     async def script(worker):
@@ -265,7 +260,7 @@ async def test_other_deciders_requests_count_for_the_limit(serve):
     assert (await post(here, stream=True)).status_code == 200
 
 
-async def test_a_request_that_comes_before_any_worker_is_known_waits_for_one(serve):
+async def test_early_request_waits_for_the_first_worker(serve):
     engines, _, here = await serve(workers=())
     early = asyncio.create_task(post(here, stream=True))
     await asyncio.sleep(0.05)
@@ -279,7 +274,7 @@ async def test_a_request_that_comes_before_any_worker_is_known_waits_for_one(ser
         await late.port.close(0.0)
 
 
-async def test_ready_and_health_say_whether_workers_can_be_chosen_and_followed(serve, monkeypatch):
+async def test_ready_and_health_say_whether_workers_are_usable(serve, monkeypatch):
     monkeypatch.setattr(kappa_router.cluster.replica, "FIRST_SIGHT_S", 0.05)
     _, live, here = await serve()
     answer = await get(here, "/ready")

@@ -10,13 +10,14 @@ import pytest
 from kappa.keys import digest_of
 from kappa.protocol import EngineDiedError
 from kappa_router.api.tenants import Tenants
-from tests.router.scripted import code, event, until
+from tests.router.patience import until
+from tests.router.scripted import code, crowd, event
 
 pytestmark = pytest.mark.ray
 
 
 class Mortal:
-    """Engines that die of one text, whoever sends it, and of nothing else."""
+    """Engines that die of one text, from any client, and of no other."""
 
     def __init__(self, here, cut):
         self.died, self.gate, self.cut = [], asyncio.Event(), cut
@@ -61,7 +62,7 @@ async def killing(serve):
 
 
 @pytest.mark.parametrize("cut", [False, True])
-async def test_a_request_alone_in_an_engine_that_died_is_not_given_another(killing, capsys, cut):
+async def test_request_alone_in_a_dead_engine_gets_no_other(killing, capsys, cut):
     here = await killing(cut)
     answer = await here.text("kill")
     assert code(answer, 503) == "engine_died"
@@ -74,7 +75,7 @@ async def test_a_request_alone_in_an_engine_that_died_is_not_given_another(killi
     assert "request_not_passed_on" in printed and request_id in printed and "kill " not in printed
 
 
-async def test_content_that_was_in_two_engines_that_died_is_refused_at_once(killing):
+async def test_content_of_two_dead_engines_is_refused_at_once(killing):
     here, answers = await killing(), []
     for _ in range(5):
         answers.append(await here.text("kill"))
@@ -88,10 +89,9 @@ async def test_content_that_was_in_two_engines_that_died_is_refused_at_once(kill
     assert len(here.engines.sent) == 3 and code(await here.text("kill")) == "engine_died"
 
 
-async def test_those_that_were_beside_it_are_answered_and_it_stops_after_two_engines(killing):
+async def test_neighbours_are_answered_and_a_killer_stops_after_two(killing):
     here = await killing(max_queue=20)
-    for worker in "abcd":  # wherever it goes, it was not alone there
-        here.live.suspects.ended(worker, here.live.now_s())
+    crowd(here.live)
     here.mortal.gate.clear()
     texts = ["kill"] + [f"innocent {i}" for i in range(11)]
     asking = [asyncio.create_task(here.text(text)) for text in texts]
@@ -108,7 +108,7 @@ async def test_those_that_were_beside_it_are_answered_and_it_stops_after_two_eng
     assert len(innocent) - len(lost) >= 5, "only those in both engines"
 
 
-async def test_a_killed_worker_with_several_requests_loses_none_of_them(killing):
+async def test_killed_worker_with_several_requests_loses_none(killing):
     here = await killing(cut=True, workers=("a", "b"))
     before = [asyncio.create_task(here.text(f"before {i}")) for i in range(4)]
     assert [(await task).status_code for task in before] == [200] * 4
@@ -124,7 +124,7 @@ async def test_a_killed_worker_with_several_requests_loses_none_of_them(killing)
     assert len(here.live.suspects) == 0, "their second engines acquitted them"
 
 
-async def test_another_tenants_same_content_is_not_refused(killing):
+async def test_same_content_of_another_tenant_is_not_refused(killing):
     digests = {digest_of(f"sk-{name}"): name for name in ("alice", "bob")}
     here = await killing(tenants=Tenants(operators=frozenset()).with_digests(digests))
     for _ in range(3):

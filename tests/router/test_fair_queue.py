@@ -37,7 +37,7 @@ class Work:
         await settled()
 
 
-async def test_turns_let_so_many_run_at_a_time():
+async def test_turns_bound_how_many_run_at_a_time():
     work = Work(FairTurns(2))
     for name in "abc":
         work.start(name)

@@ -1,7 +1,5 @@
 """The fleet's arithmetic: what a request costs where, and queues that come and go."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -14,7 +12,7 @@ from kappa_router.fleet import Fleet
 from tests.router.building import NEVER, announcement, estimate, fleet_of, join
 
 
-def test_the_order_may_begin_elsewhere_and_everything_follows_it():
+def test_order_may_begin_elsewhere_and_everything_follows_it():
     made = Fleet(first=0.5)
     for i, node in enumerate(("h100-pcie5", "gh200-c2c", "pcie", "c2c")):
         join(made, announcement(f"w{i}", node))
@@ -26,24 +24,24 @@ def test_the_order_may_begin_elsewhere_and_everything_follows_it():
         Fleet(first=1.0)
 
 
-def test_a_queue_shrinks_with_time_by_no_more_than_the_engine_can_have_done():
+def test_queue_shrinks_by_no_more_than_the_engine_can_do():
     made = fleet_of("h100-pcie5")
     one_s = float(estimate(made, tokens=8000).work_s[0])
     a = made.reserve("a", estimate(made, tokens=8000), 0)
     made.reserve("b", estimate(made, tokens=8000), 0)
     assert estimate(made, now_s=one_s / 2).gpu_backlog_s[0] == pytest.approx(1.5 * one_s)
-    # The first one is late: nobody knows more than that one of two is still to be done.
+    # The first one is late: all that is known is that one of two is still to be done.
     assert estimate(made, now_s=50.0).gpu_backlog_s[0] == pytest.approx(one_s)
     made.prefilled(a, 50.0)
     assert estimate(made, now_s=50.0).gpu_backlog_s[0] == pytest.approx(one_s)
 
 
-def test_a_correction_of_the_first_in_the_queue_is_what_can_have_been_done():
+def test_corrected_head_of_a_queue_counts_as_done_when_late():
     made = fleet_of("h100-pcie5")
     a, b = (made.reserve(name, estimate(made, tokens=8000), 0) for name in "ab")
     for flight in (a, b):
         made.correct(flight, 0, 4000)
-        # The first one is late: all of it may be done, and nothing of the second.
+        # The first one is late: it may be done, and nothing of the second.
         assert estimate(made, now_s=50.0).gpu_backlog_s[0] == pytest.approx(b.gpu_s)
 
 
@@ -54,7 +52,7 @@ def busy(made, *workers, prompts=30):
             made.reserve(f"{worker}{i}", estimates, estimates.workers.index(worker))
 
 
-def test_interference_counts_less_on_all_alike_when_the_soonest_first_token_is_late():
+def test_interference_counts_less_when_every_worker_is_late():
     one, both = fleet_of("pcie", "pcie"), fleet_of("pcie", "pcie")
     busy(one, "w0")
     busy(both, "w0", "w1")
@@ -87,7 +85,7 @@ def test_silent_and_excluded_workers_are_not_offered():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_happens_an_empty_fleet_has_no_queue(seed):
+def test_empty_fleet_has_no_queue_after_any_history(seed):
     rng, made, now_s, alive = random.Random(seed), fleet_of(), 0.0, []
     for i in range(300):
         now_s += rng.expovariate(5.0)
@@ -116,7 +114,7 @@ def test_whatever_happens_an_empty_fleet_has_no_queue(seed):
         assert getattr(idle, part) == pytest.approx([0.0, 0.0], abs=1e-6), part
 
 
-def test_a_prefix_on_disk_costs_what_reading_it_takes_besides():
+def test_prefix_on_disk_costs_what_reading_it_takes_besides():
     disk = NodeProfile("d", "gpu", "link", 50e9, 1e15, 3e12, disk_bytes_per_s=2e9)
     made = Fleet()
     join(made, replace(announcement("w0", "h100-pcie5"), node=disk))
@@ -145,7 +143,7 @@ def with_network():
     return made
 
 
-def test_a_fetch_takes_for_ever_where_there_is_no_room_for_it():
+def test_fetch_takes_for_ever_where_there_is_no_room_for_it():
     made = with_network()
     assert fetched(made).fetch_s.tolist() == [0.0, np.inf]
     made.reported("w1", 0.0, 4000.0)
@@ -154,7 +152,7 @@ def test_a_fetch_takes_for_ever_where_there_is_no_room_for_it():
     assert np.isinf(fetched(made, 4001.0).ttft_s[1])
 
 
-def test_a_transfer_keeps_the_cards_of_both_ends_busy_until_it_is_done():
+def test_transfer_keeps_both_ends_busy_until_it_is_done():
     made = fleet_of()
     slots = made.ready(1.0, NEVER, frozenset())
     made.transfer(slots[:1], 2.0, 1.0)
@@ -175,7 +173,7 @@ def test_room_that_others_were_promised_stays_promised():
     assert np.isinf(fetched(made, 8001.0).ttft_s[1])
 
 
-def test_a_worker_that_did_not_say_runs_any_number_at_a_time():
+def test_worker_that_did_not_say_runs_any_number_at_a_time():
     made = Fleet()
     join(made, announcement("w0"))
     join(made, announcement("w1", max_sequences=3))

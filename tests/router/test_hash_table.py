@@ -9,7 +9,7 @@ from kappa_router.index.hash_table import HashTable
 
 
 def both_tables(rows):
-    """A table that keeps its keys, and one whose keys are a column of `rows` rows."""
+    """A table that keeps its keys, and one with its keys in a column of `rows` rows."""
     return HashTable(0, 0.68), HashTable(0, 0.4, np.zeros(rows, dtype=np.uint64))
 
 
@@ -21,7 +21,7 @@ def put(table, keys, values):
 
 @given(st.integers(0, 2**32), st.integers(1, 40), st.sampled_from([60, 300, 2**64 - 1]))
 @settings(max_examples=60, deadline=None)
-def test_equals_a_dictionary_after_any_additions_and_removals(seed, moves, spread):
+def test_table_equals_a_dictionary_after_any_changes(seed, moves, spread):
     rng, tables, truth, free = np.random.default_rng(seed), both_tables(40_000), {}, 1
     for _ in range(moves):
         keys = rng.integers(1, spread, int(rng.integers(1, 80)), dtype=np.uint64)
@@ -61,7 +61,7 @@ def test_removal_moves_back_the_keys_behind_it_round_the_end():
     assert table.find(last)[0].tolist() == [0, 0, 3, 4]
 
 
-def test_a_key_twice_in_a_batch_is_one_entry():
+def test_key_twice_in_a_batch_is_one_entry():
     for table in both_tables(4000):
         keys = np.random.default_rng(0).integers(1, 2**64, 1000, dtype=np.uint64)
         now = put(table, np.concatenate([keys, keys]), np.arange(1, 2001, dtype=np.int32))
@@ -70,7 +70,7 @@ def test_a_key_twice_in_a_batch_is_one_entry():
 
 
 @pytest.mark.parametrize("entries", [0, 30_000])
-def test_tens_of_thousands_at_once(entries):
+def test_table_takes_tens_of_thousands_at_once(entries):
     table = HashTable(entries, 0.68)
     keys = np.random.default_rng(0).integers(1, 2**64, 40_000, dtype=np.uint64)
     values = np.arange(1, 40_001, dtype=np.int32)
@@ -80,7 +80,7 @@ def test_tens_of_thousands_at_once(entries):
     assert table.nbytes() < 24 * 40_000
 
 
-def test_a_full_table_in_which_keys_come_and_go_keeps_its_size():
+def test_full_table_in_which_keys_come_and_go_keeps_its_size():
     table, keys = HashTable(64, 0.68), np.arange(1, 4000, dtype=np.uint64)
     room, nbytes = int(len(table.values) * 0.68), table.nbytes()
     table.add(keys[:room], np.arange(1, room + 1, dtype=np.int32))

@@ -1,4 +1,4 @@
-"""Requests that ask engines for what nobody priced: they end at the decider, each with its reason.
+"""Requests for unpriced features: they end at the decider, each with its reason.
 
 Engines are scripts; Envoy, decider and gates are real. Single fields: test_fields.
 """
@@ -39,7 +39,7 @@ async def here(serve):
     await made.idle()
 
 
-async def test_nothing_of_a_clients_xargs_reaches_an_engine(here):
+async def test_client_xargs_reach_no_engine(here):
     xargs = {"kv_transfer_params": "x", "ec_transfer_params": [1], "kappa_tenant": "root", "a": 1}
     for path, body in SHAPES[:2]:
         assert (await here.send(path, {**body, "vllm_xargs": xargs})).status_code == 200
@@ -49,7 +49,7 @@ async def test_nothing_of_a_clients_xargs_reaches_an_engine(here):
         assert extra["kappa_tenant"] == "default"
 
 
-async def test_what_is_refused_reaches_no_engine_by_any_endpoint(here):
+async def test_refused_fields_reach_no_engine_by_any_endpoint(here):
     for path, body in SHAPES:
         for field, value, param in (
             ("chat_template", BOMB, "chat_template"), ("use_beam_search", True, "use_beam_search"),
@@ -62,7 +62,7 @@ async def test_what_is_refused_reaches_no_engine_by_any_endpoint(here):
     assert here.engines.sent == []
 
 
-async def test_what_clients_send_innocently_is_dropped(here):
+async def test_harmless_fields_are_dropped(here):
     names = ("store", "metadata", "service_tier", "safety_identifier", "prediction", "vllm_xargs")
     dropped = {name: {"a": "b"} for name in names}
     answer = await here.send(PATH, {**BODY, **dropped, "prompt_cache_key": "k"})
@@ -72,7 +72,7 @@ async def test_what_clients_send_innocently_is_dropped(here):
     assert all(name.startswith("kappa_") for name in got["vllm_xargs"])
 
 
-async def test_a_completion_with_messages_is_refused_and_priced_by_its_prompt(here):
+async def test_completion_is_priced_by_its_prompt_never_by_messages(here):
     long = "a b c d e f g h i j k l m n o p q r s t u v w x y z " * 60
     stray = {**TEXT, "prompt": long, "messages": BODY["messages"]}
     assert code(await here.send(TEXTS, stray), 400) == "unknown_parameter"
@@ -93,7 +93,7 @@ async def test_json_that_python_cannot_hold_is_400(here):
 LISTS = b'{"model": "m", "messages": [' + b"[]," * 100_000 + b"0]}"
 
 
-async def test_a_body_of_many_lists_is_refused_by_every_api(here):
+async def test_body_of_many_lists_is_refused_by_every_api(here):
     headers = {"content-type": "application/json"}
     for path in (PATH, TEXTS, ROUTE, "/v1/responses", "/v1/messages"):
         answer = await here.client.post(path, content=LISTS, headers=headers)
@@ -103,7 +103,7 @@ async def test_a_body_of_many_lists_is_refused_by_every_api(here):
         assert error.get("code", "body_too_complex") == "body_too_complex"
 
 
-async def test_a_chat_of_many_parts_is_read_and_checked_on_a_thread(here):
+async def test_chat_of_many_parts_is_read_and_checked_on_a_thread(here):
     parts = [{"type": "text", "text": "a"}] * 1024
     chat = {"messages": [{"role": "user", "content": parts}] * 3, "max_tokens": 1}
     assert code(await here.send(PATH, chat), 400) == "context_length_exceeded"
@@ -122,7 +122,7 @@ UNROUTED = [
 ]
 
 
-async def test_several_prompts_pay_for_each_and_an_image_for_the_most_that_it_can_be(serve):
+async def test_several_prompts_and_images_pay_the_most_they_can_be(serve):
     access = {"default_allowance": Allowance(tokens_per_minute=1)}
     here = await serve(access=access)
 
@@ -143,7 +143,7 @@ async def test_several_prompts_pay_for_each_and_an_image_for_the_most_that_it_ca
     assert await wanted(PATH, said([IMAGE])) == 16_404
 
 
-async def test_admission_control_refuses_what_cannot_be_routed_by_its_tokens(serve):
+async def test_admission_holds_for_requests_without_tokens(serve):
     here = await serve()
     busy = overload(here.live)
     for path, body in UNROUTED:
@@ -151,7 +151,7 @@ async def test_admission_control_refuses_what_cannot_be_routed_by_its_tokens(ser
         assert here.engines.sent == [] and here.live.router.reservations == busy
 
 
-async def test_deadlines_hold_for_what_cannot_be_routed_by_its_tokens(here):
+async def test_deadlines_hold_for_requests_without_tokens(here):
     priced = here.live.priced
 
     def behind_a_long_queue(routed):
@@ -177,17 +177,14 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "schema"),
-    [(PATH, BODY, SCHEMAS[0]), (TEXTS, TEXT, SCHEMAS[1])],
+    ("path", "body", "schema"), [(PATH, BODY, SCHEMAS[0]), (TEXTS, TEXT, SCHEMAS[1])]
 )
-async def test_no_value_of_any_field_is_500_or_brings_an_engine_what_is_not_allowed(
-    here, path, body, schema
-):
+async def test_no_value_of_any_field_is_500_or_reaches_an_engine(here, path, body, schema):
     allowed = fields.CHAT if path == PATH else fields.COMPLETION
     names = sorted({*schema.model_fields, *allowed, *fields.REFUSED, *fields.DROPPED, "zz"})
     check = fields.checked_chat if path == PATH else fields.checked_completion
     cases = [{name: value} for name in names if name not in fields.DROPPED for value in HOSTILE]
-    # What is dropped is so whatever it holds, and all at once.
+    # Dropped fields are so with any value, and all at once.
     cases += [dict.fromkeys(sorted(fields.DROPPED), value) for value in HOSTILE]
     for case in cases:
         try:

@@ -1,4 +1,4 @@
-"""Hybrid models: what the index expects of a prompt is what vLLM's own cache finds of it.
+"""Hybrid models: the index expects of a prompt exactly the prefix that vLLM's own cache finds.
 
 vLLM's cache manager allocates blocks, evicts them and makes the events, in the groups that the
 models' layers have there; block sizes are smaller in proportion.
@@ -95,7 +95,7 @@ class Engine:
         )
 
     def serve(self, name, tokens):
-        """Compute a prompt; returns the tokens found of it, and those that were expected."""
+        """Compute a prompt; returns its tokens that were found, and those that were expected."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
@@ -136,7 +136,7 @@ class Engine:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("seed", range(3))
-def test_what_vllm_finds_of_a_prompt_is_expected(model, seed):
+def test_index_expects_what_vllm_finds_of_a_prompt(model, seed):
     rng, engine = random.Random(seed), Engine(MODELS[model](), blocks=250)
     trunks = [[rng.randrange(1000) for _ in range(600)] for _ in range(4)]
     hits = 0

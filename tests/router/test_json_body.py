@@ -39,7 +39,7 @@ def test_wanted_fields_are_decoded_and_others_are_not():
     assert read_object(b"{ }", {"a"}) == {}
 
 
-def test_of_fields_with_one_name_the_last_counts():
+def test_last_of_fields_with_one_name_counts():
     body = b'{"a": 1, "a": [2], "b": 1, "b": null}'
     assert read_object(body, {"a"}) == {"a": [2], "b": None}
 
@@ -51,7 +51,7 @@ def test_brackets_in_texts_and_escaped_quotes_are_text():
     assert shape_of(body) == (2, 2)
 
 
-def test_of_what_is_not_read_only_the_marks_are_checked():
+def test_unread_fields_have_only_their_marks_checked():
     assert read_object(b'{"a": nonsense, "b": 01, "c": 1}', {"c"})["c"] == 1
     for inside in (b"[}", b'"', b"[", b"]", b"", b"1,"):
         with pytest.raises(MalformedError):
@@ -62,7 +62,7 @@ def test_of_what_is_not_read_only_the_marks_are_checked():
 
 
 @pytest.mark.parametrize("body", [b"", b"  ", b"7", b"[]", b'"a"', b"null", b"\xff", nested(999)])
-def test_a_body_that_is_no_object_is_refused_as_such(body):
+def test_body_that_is_no_object_is_refused_as_such(body):
     with pytest.raises(NoObjectError):
         read_object(body, {"a"})
 
@@ -81,7 +81,7 @@ def test_a_body_that_is_no_object_is_refused_as_such(body):
         (b'{"a": "\\ud800"}', "in a"),
     ],
 )  # fmt: skip
-def test_what_is_no_json_is_refused_with_the_reason(body, why):
+def test_malformed_json_is_refused_with_the_reason(body, why):
     with pytest.raises(MalformedError, match=why) as caught:
         read_object(body, {"a"})
     assert caught.value.field == ("a" if why.endswith("in a") else None)
@@ -110,14 +110,14 @@ def fields(count):
     ],
     ids=["lists", "objects", "values", "nesting", "fields"],
 )
-def test_one_more_than_a_bound_is_refused_with_the_remedy(bodies, bound):
+def test_body_beyond_a_bound_is_refused_with_the_remedy(bodies, bound):
     fits, exceeds = bodies
     assert read_object(fits, ())["x"] is UNREAD
     with pytest.raises(ExcessiveError, match=rf" {bound}\b.*: \w+"):
         read_object(exceeds, ())
 
 
-def test_a_shape_has_the_containers_and_the_nesting():
+def test_shape_has_the_containers_and_the_nesting():
     assert shape_of(b'[1, {"a": [[]], "b": "[["}, []] ') == (5, 4)
     assert shape_of(b" {} ") == (1, 1)
     for text in (b"7", b"", b'"["', b"[1,]", b"[}"):
@@ -159,7 +159,7 @@ def check_as_the_standard_library(data, wanted, written):
 
 @pytest.mark.parametrize("size", [1, 7, 64])
 @given(data=st.dictionaries(NAMES | TEXTS, VALUES), wanted=st.sets(NAMES), written=WRITTEN)
-def test_what_is_read_equals_the_standard_library(size, data, wanted, written):
+def test_fields_read_equal_the_standard_librarys(size, data, wanted, written):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_body, "PART_BYTES", size)
         check_as_the_standard_library(data, wanted | {""}, written)
@@ -173,7 +173,7 @@ MARKS = st.binary(max_size=30) | st.lists(
 @given(MARKS)
 @example(b'"a":1,"a":2')
 @example(b'"a":{"b":1,"b":2,"c":[1,2,3]}')
-def test_what_is_read_whole_is_valid_json(inside):
+def test_body_read_whole_is_valid_json(inside):
     body = b"{" + inside + b"}"
     try:
         expected = json.loads(body)
@@ -221,7 +221,7 @@ def test_parts_meet_at_any_size(of, least, monkeypatch):
         assert read_object(body, {"x"}) == json.loads(body)
 
 
-def test_a_fault_is_found_in_any_part(monkeypatch):
+def test_fault_is_found_in_any_part(monkeypatch):
     monkeypatch.setattr(json_body, "PART_BYTES", 8)
     good = b'{"x":[' + b'"abc",' * 20 + b'{"a":1}]}'
     assert read_object(good, {"x"})["x"][-1] == {"a": 1}

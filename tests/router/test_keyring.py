@@ -63,7 +63,7 @@ def found(ring, *keys):
     return {key: t.name for key, t in tenants.items() if t is not None and t.name != "default"}
 
 
-def test_an_old_key_is_valid_until_it_is_removed_and_a_new_one_from_the_next_look_on(file):
+def test_keys_change_at_the_next_look_at_the_file(file):
     ring = keyring(file)
     assert known(ring, 0.0) == [OLD]
     file.write(f"{OLD}: alice\n{hashed(NEW)}: alice\n")
@@ -82,11 +82,11 @@ def test_keys_of_the_settings_stay_whatever_the_file_says(file):
     assert ring.tenants.find(["sk-x-0123456789a"]).weight == 3.0
 
 
-def test_what_was_written_before_a_decider_starts_is_read_at_its_start(file, tmp_path):
+def test_keys_written_before_the_start_are_read_at_it(file, tmp_path):
     file.write(f"{NEW}: alice\n")
     assert known(keyring(file), 0.0) == [NEW], "a removed key is not brought back by the settings"
     file.write("{}\n")
-    assert known(keyring(file), 0.0) == [OLD], "nobody is locked out by an emptied file"
+    assert known(keyring(file), 0.0) == [OLD], "an emptied file locks no client out"
     assert known(keyring(File(tmp_path / "never there.yaml")), 0.0) == [OLD]
 
 
@@ -96,11 +96,11 @@ def test_what_was_written_before_a_decider_starts_is_read_at_its_start(file, tmp
         "[sk-hush-01234567]", "sk-hush-01234567", "sk-hush-01234567: alice: bob",
         "sk-hush-01234567: 'a b'", "sha256:hush: alice", "", "\x00", "{a: &x [*x]}",
         "sk-hush-01234567: a\nsk-hush-01234567: b", "sk-hush-0123456: alice",
-        "{}", "# nobody\n{}", f"{FIXED}: alice",
+        "{}", "# none\n{}", f"{FIXED}: alice",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("refuse", [True, False])
-def test_a_slip_or_a_file_without_any_key_keeps_those_that_were_there(file, text, refuse, capsys):
+def test_faulty_or_keyless_file_keeps_the_known_keys(file, text, refuse, capsys):
     ring = keyring(file, refuse=refuse)
     assert known(ring, 0.0) == [OLD]
     file.write(f"{text}\n")
@@ -113,9 +113,7 @@ def test_a_slip_or_a_file_without_any_key_keeps_those_that_were_there(file, text
     assert known(ring, 8.0) == [NEW]
 
 
-def test_a_file_that_is_away_or_cannot_be_opened_keeps_its_keys_until_it_is_back(
-    file, monkeypatch, capsys
-):
+def test_missing_or_unreadable_file_keeps_its_keys(file, monkeypatch, capsys):
     ring = keyring(file)
     assert known(ring, 0.0) == [OLD]
     file.path.unlink()
@@ -133,7 +131,7 @@ def test_a_file_that_is_away_or_cannot_be_opened_keeps_its_keys_until_it_is_back
     assert known(ring, 10.0) == [NEW], "it is read again though it has not changed"
 
 
-def test_an_unchanged_file_is_read_once_and_without_one_the_table_stays(file):
+def test_unchanged_file_is_read_once_and_no_file_never(file):
     ring = keyring(file)
     for second in range(0, 100, 2):
         ring.look(float(second))
@@ -144,7 +142,7 @@ def test_an_unchanged_file_is_read_once_and_without_one_the_table_stays(file):
     assert ring.tenants is tenants
 
 
-def test_a_link_that_is_turned_to_another_file_is_followed(tmp_path):
+def test_link_that_is_turned_to_another_file_is_followed(tmp_path):
     for version, key in (("v1", OLD), ("v2", NEW)):
         (tmp_path / version).mkdir()
         File(tmp_path / version / "keys.yaml").write_in_place(f"{key}: alice\n", 1.0)
@@ -158,7 +156,7 @@ def test_a_link_that_is_turned_to_another_file_is_followed(tmp_path):
     assert known(ring, 2.0) == [NEW]
 
 
-def test_an_emptied_file_is_refused_with_the_number_of_keys_and_a_remedy(file, capsys):
+def test_emptied_file_is_refused_with_its_count_and_a_remedy(file, capsys):
     ring = keyring(file, at_start=())
     file.write(f"{OLD}: alice\nsk-2-0123456789a: bob\n")
     ring.look(2.0)
@@ -169,7 +167,7 @@ def test_an_emptied_file_is_refused_with_the_number_of_keys_and_a_remedy(file, c
     assert "holds no key, and held 2" in printed and "restart without keys_file" in printed
 
 
-def test_a_file_is_not_taken_while_it_is_being_written(file):
+def test_file_is_not_taken_while_it_is_being_written(file):
     ring = keyring(file)
     # An editor that writes in place has written one line of two.
     file.write_in_place(f"{NEW}: alice\n", NOW_S)
@@ -183,7 +181,7 @@ def test_a_file_is_not_taken_while_it_is_being_written(file):
     assert known(ring, 5.0) == [NEW]
 
 
-def test_a_file_that_stays_cut_short_within_a_line_is_never_taken(file, capsys):
+def test_file_cut_within_a_line_is_never_taken(file, capsys):
     whole, first = f"{OLD}: alice\n{NEW}: alice-and-bob\n", len(f"{OLD}: alice\n")
     ring = keyring(file)
     for look, end in enumerate(range(first + 1, len(whole))):
@@ -193,7 +191,7 @@ def test_a_file_that_stays_cut_short_within_a_line_is_never_taken(file, capsys):
     assert "may be cut short" in "".join(capsys.readouterr())
 
 
-def test_more_tenants_than_are_kept_apart_are_refused_when_the_file_changes(file, capsys):
+def test_file_with_too_many_tenants_is_refused(file, capsys):
     # alice, of the settings, and 1,023 others are 1,024; one more is too many.
     others = "".join(f"sk-{i:013d}: t{i}\n" for i in range(MAX_TENANTS - 1))
     ring = keyring(file)
@@ -204,9 +202,7 @@ def test_more_tenants_than_are_kept_apart_are_refused_when_the_file_changes(file
     assert "1025 tenants; at most 1024" in "".join(capsys.readouterr())
 
 
-async def test_the_file_is_read_on_a_thread_and_only_by_the_request_that_finds_it_due(
-    file, monkeypatch
-):
+async def test_file_is_read_on_a_thread_by_one_request_when_due(file, monkeypatch):
     ring = keyring(file)
     readers, started, go_on = [], threading.Event(), threading.Event()
 

@@ -21,29 +21,7 @@ from kappa_router.index.lookup import Match
 from kappa_router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
 from kappa_router.index.prefix_index import PrefixIndex
 from tests.router.building import match_worker
-from tests.router.kv_batches import decode_batch
-
-
-def batch(*events, ts=1.5, rank=0):
-    return msgspec.msgpack.encode([ts, list(events), rank])
-
-
-def stored(hashes=(11, 12), parent=None, size=2, medium="GPU", **more):
-    tokens = more.pop("token_ids", list(range(len(hashes) * size)))
-    return {
-        "type": "BlockStored",
-        "block_hashes": list(hashes),
-        "parent_block_hash": parent,
-        "token_ids": tokens,
-        "block_size": size,
-        "lora_id": None,
-        "medium": medium,
-        "lora_name": None,
-    } | more
-
-
-def removed(*hashes, medium="GPU", **more):
-    return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": medium} | more
+from tests.router.kv_batches import batch, decode_batch, removed, stored
 
 
 def one(event):
@@ -83,7 +61,7 @@ def test_media_become_tiers():
     assert one(removed(1, medium="CPU")) == BlocksRemoved("w", "host", (1,))
 
 
-def test_the_first_block_of_a_sequence_gives_its_salt():
+def test_first_block_of_a_sequence_gives_its_salt():
     assert one(stored()).salt == 0
     assert one(stored(extra_keys=[["t1"], None])).salt == salt_of("t1")
     assert one(stored(parent=9, extra_keys=[None, None])).salt is None
@@ -158,7 +136,7 @@ DEEPSEEK_V4 = [
     ],
     ids=["kimi-k3", "gpt-oss", "qwen3-next", "deepseek-v4"],
 )
-def test_all_groups_of_a_hybrid_model_are_kept(events, expected):
+def test_groups_of_a_hybrid_model_are_all_kept(events, expected):
     counts = Counter()
     rank, decoded = decode(batch(*events, rank=2), "w", counts, CacheGroups())
     # The group that describes all blocks comes first, wherever it stood.
@@ -168,7 +146,7 @@ def test_all_groups_of_a_hybrid_model_are_kept(events, expected):
     assert counts == kinds
 
 
-def test_a_removal_is_of_the_group_that_a_store_described():
+def test_removal_is_of_the_group_that_a_store_described():
     groups, counts = CacheGroups(), Counter()
     gone = [removed(7, group_idx=index) for index in (0, 1, 2, None)]
     assert decode(batch(*gone), "w", counts, groups).events == [
@@ -199,14 +177,14 @@ def test_kinds_that_are_not_priced_are_counted():
     assert counts == {"priced_full_attention": 1, "unpriced_chunked_local_attention_of_full": 2}
 
 
-def test_a_restarted_server_may_have_other_groups():
+def test_restarted_server_may_have_other_groups():
     groups = CacheGroups()
     decode(batch(*GPT_OSS), "w", Counter(), groups)
     decoded = decode(batch(*QWEN3_NEXT), "w", Counter(), groups).events
     assert [one.group for one in decoded] == [0, 2, 3, 4]
 
 
-def test_a_second_group_with_the_whole_prefix_is_a_further_one():
+def test_second_group_with_the_whole_prefix_is_a_further_one():
     events = [of_group(index, "full_attention") for index in (0, 1)]
     decoded = decode(batch(*events), "w", Counter(), CacheGroups()).events
     assert [(one.group, one.last_tokens) for one in decoded] == [(0, None), (2, None)]
@@ -264,7 +242,7 @@ def test_malformed_payloads_name_the_worker(payload):
 
 
 @pytest.mark.vllm
-def test_decodes_what_vllm_encodes():
+def test_decode_reads_what_vllm_encodes():
     """Names relied on: KVEventBatch, BlockStored, BlockRemoved, AllBlocksCleared, MEDIUM_*."""
     kv_events = pytest.importorskip("vllm.distributed.kv_events")
     hasher = PrefixHasher(4, secret_from_seed("tests"))

@@ -13,26 +13,14 @@ import zmq.asyncio
 
 import kappa_router.live.kv_subscriber
 import kappa_router.live.supervised
-from kappa.cost import StepModel
-from kappa.hardware import node_profile
-from kappa.protocol import Admission, Announcement, WorkerReport
+from kappa.protocol import Admission, WorkerReport
 from kappa_router.index.kv_events import BlocksStored, WorkerReset
 from kappa_router.live import event_feed
 from kappa_router.live.kv_subscriber import KVSubscriber
+from tests.router.building import small
 from tests.router.flooding import Turns, flood
-from tests.router.stream_worker import until
-
-_PATIENCE_S = 30.0
-
-
-def kv(*hashes, medium="GPU"):
-    """A batch of blocks, one after the other, as vLLM publishes it."""
-    event = {
-        "type": "BlockStored", "block_hashes": list(hashes), "parent_block_hash": None,
-        "token_ids": list(range(2 * len(hashes))), "block_size": 2, "lora_id": None,
-        "medium": medium, "lora_name": None,
-    }  # fmt: skip
-    return msgspec.msgpack.encode([0.0, [event], 0])
+from tests.router.kv_batches import published
+from tests.router.patience import PATIENCE_S, until
 
 
 class Worker:
@@ -45,19 +33,16 @@ class Worker:
         self.snapshot_port = self.snapshots.bind_to_random_port("tcp://127.0.0.1")
 
     def announcement(self):
-        return Announcement(
-            worker="w", model="m", node=node_profile("pcie"), step=StepModel(1e-5, 0, 1e-3, 0),
-            kv_bytes_per_token=1.0, emulated_model="", fingerprint="f", block_tokens=2,
-            device_blocks=9, host_blocks=0, max_batch_tokens=64, max_context_tokens=64,
-            events_endpoint=f"tcp://127.0.0.1:{self.port}",
+        return small(
+            "w", block_tokens=2, events_endpoint=f"tcp://127.0.0.1:{self.port}",
             snapshot_endpoint=f"tcp://127.0.0.1:{self.snapshot_port}",
         )  # fmt: skip
 
     async def subscribed(self):
-        assert await asyncio.wait_for(self.out.recv(), _PATIENCE_S) == b"\x01"
+        assert await asyncio.wait_for(self.out.recv(), PATIENCE_S) == b"\x01"
 
     async def requested(self):
-        identity, *rest = await asyncio.wait_for(self.snapshots.recv_multipart(), _PATIENCE_S)
+        identity, *rest = await asyncio.wait_for(self.snapshots.recv_multipart(), PATIENCE_S)
         assert rest == [b"", b"snapshot"]
         return identity
 
@@ -97,7 +82,7 @@ class Listener:
         pass
 
     async def next(self, count=1):
-        items = [await asyncio.wait_for(self.queue.get(), _PATIENCE_S) for _ in range(count)]
+        items = [await asyncio.wait_for(self.queue.get(), PATIENCE_S) for _ in range(count)]
         return items if count > 1 else items[0]
 
 
@@ -126,17 +111,17 @@ async def scene(follow):
     return made
 
 
-async def test_the_snapshot_comes_first_then_what_happened_after_it(scene):
+async def test_snapshot_comes_first_then_what_happened_after_it(scene):
     worker, listener, _ = scene
-    # Published before the snapshot's number: part of it already.
-    await worker.send(b"kv", 4, kv(99))
-    await worker.send(b"kv", 5, kv(98))
-    await worker.answer(5, kv(1, 2), kv(3))
-    await worker.send(b"kv", 6, kv(4))
+    # Published before the snapshot's number: the snapshot has them.
+    await worker.send(b"kv", 4, published(99))
+    await worker.send(b"kv", 5, published(98))
+    await worker.answer(5, published(1, 2), published(3))
+    await worker.send(b"kv", 6, published(4))
     assert await listener.next(4) == ["reset", (1, 2), (3,), (4,)]
 
 
-async def test_a_report_arrives_whole(scene):
+async def test_report_arrives_whole(scene):
     worker, listener, _ = scene
     await worker.answer(0)
     report = WorkerReport("w", 1.5, steps_total=3, admitted=(Admission("r", 1, 2, 3),))
@@ -144,45 +129,45 @@ async def test_a_report_arrives_whole(scene):
     assert await listener.next(2) == ["reset", report]
 
 
-async def test_a_gap_is_reported_and_mended_by_a_new_snapshot(scene):
+async def test_gap_is_reported_and_mended_by_a_new_snapshot(scene):
     worker, listener, _ = scene
-    await worker.answer(0, kv(1))
-    await worker.send(b"kv", 1, kv(2))
-    await worker.send(b"kv", 3, kv(4))  # number 2 was lost
-    await worker.answer(3, kv(1, 2), kv(3, 4))
-    await worker.send(b"kv", 4, kv(5))
+    await worker.answer(0, published(1))
+    await worker.send(b"kv", 1, published(2))
+    await worker.send(b"kv", 3, published(4))  # number 2 was lost
+    await worker.answer(3, published(1, 2), published(3, 4))
+    await worker.send(b"kv", 4, published(5))
     received = await listener.next(7)
     assert received == ["reset", (1,), (2,), "gap w", "reset", (1, 2), (3, 4)]
     assert await listener.next() == (5,)
 
 
-async def test_a_flood_is_dropped_and_mended_by_a_snapshot(scene, monkeypatch):
+async def test_flood_is_dropped_and_mended_by_a_snapshot(scene, monkeypatch):
     worker, listener, subscriber = scene
     monkeypatch.setattr(event_feed, "_PAUSES_S", (0.01,))
-    await worker.answer(0, kv(1))
+    await worker.answer(0, published(1))
     assert await listener.next(2) == ["reset", (1,)]
     monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 1.0)
     for number in range(1, 8):
-        await worker.send(b"kv", number, kv(number))
+        await worker.send(b"kv", number, published(number))
     received = [await listener.next()]
     while received[-1] != "flood w":
         received.append(await listener.next())
     monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 1e4)
     assert await listener.next() == "reset" and not subscriber.synced
-    await worker.answer(9, kv(1, 2), kv(8, 9))
+    await worker.answer(9, published(1, 2), published(8, 9))
     assert await listener.next(3) == ["reset", (1, 2), (8, 9)]
     await until(lambda: subscriber.synced)
     # Not connected yet when the first ones are sent: a gap, and a snapshot again.
     number = 10
     while listener.queue.empty():
-        await worker.send(b"kv", number, kv(number))
+        await worker.send(b"kv", number, published(number))
         number += 1
         await asyncio.sleep(0.01)
     assert await listener.next() in ((10,), "gap w")
     assert subscriber.connected
 
 
-async def test_others_get_turns_while_a_worker_floods(follow, monkeypatch):
+async def test_tasks_get_turns_while_a_worker_floods(follow, monkeypatch):
     monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 1e9)
 
     class Counting(KVSubscriber):
@@ -201,27 +186,27 @@ async def test_others_get_turns_while_a_worker_floods(follow, monkeypatch):
     assert turns.longest <= 64
 
 
-async def test_blocks_are_counted_by_tier_and_what_names_no_tier_of_ours_apart(scene):
+async def test_blocks_are_counted_by_tier_and_unknown_media_apart(scene):
     worker, listener, subscriber = scene
-    await worker.answer(0, kv(1, 2))
-    await worker.send(b"kv", 1, kv(3, medium="CPU"))
-    await worker.send(b"kv", 2, kv(4, medium="TAPE"))
-    await worker.send(b"kv", 3, kv(5))
+    await worker.answer(0, published(1, 2))
+    await worker.send(b"kv", 1, published(3, medium="CPU"))
+    await worker.send(b"kv", 2, published(4, medium="TAPE"))
+    await worker.send(b"kv", 3, published(5))
     assert await listener.next(4) == ["reset", (1, 2), (3,), (5,)]
     assert subscriber.events == {"device": 3, "host": 1, "medium:TAPE": 1}
 
 
-async def test_a_repeated_message_is_ignored(scene):
+async def test_repeated_message_is_ignored(scene):
     worker, listener, _ = scene
     await worker.answer(0)
     for seq in (1, 1, 2):
-        await worker.send(b"kv", seq, kv(seq))
+        await worker.send(b"kv", seq, published(seq))
     assert await listener.next(3) == ["reset", (1,), (2,)]
 
 
-async def test_a_reset_from_the_worker_is_passed_on(scene):
+async def test_reset_from_the_worker_is_passed_on(scene):
     worker, listener, _ = scene
-    await worker.answer(0, kv(1))
+    await worker.answer(0, published(1))
     await worker.send(b"reset", 1, b"")
     assert await listener.next(3) == ["reset", (1,), "reset"]
 
@@ -231,35 +216,35 @@ def impatient(monkeypatch):
     monkeypatch.setattr(kappa_router.live.kv_subscriber, "_SNAPSHOT_TIMEOUT_S", 0.05)
 
 
-async def test_a_silent_worker_is_queried_again_until_it_answers(impatient, scene, monkeypatch):
+async def test_silent_worker_is_queried_again_until_it_answers(impatient, scene, monkeypatch):
     worker, listener, _ = scene
     for _ in range(3):
         await worker.requested()  # and does not answer
-    monkeypatch.setattr(kappa_router.live.kv_subscriber, "_SNAPSHOT_TIMEOUT_S", _PATIENCE_S)
+    monkeypatch.setattr(kappa_router.live.kv_subscriber, "_SNAPSHOT_TIMEOUT_S", PATIENCE_S)
     while listener.queue.empty():
-        await worker.answer(0, kv(7))
+        await worker.answer(0, published(7))
         await asyncio.sleep(0.01)
     assert await listener.next(2) == ["reset", (7,)]
 
 
-async def test_an_unreadable_snapshot_is_requested_for_again(scene):
+async def test_unreadable_snapshot_is_requested_again(scene):
     worker, listener, _ = scene
     await worker.answer(0, b"\xc1 nonsense")
-    await worker.answer(0, kv(1))
+    await worker.answer(0, published(1))
     assert await listener.next(2) == ["reset", (1,)]
 
 
 @pytest.mark.parametrize("kind", [b"kv", b"report"])
-async def test_an_unreadable_message_is_skipped(scene, kind):
+async def test_unreadable_message_is_skipped(scene, kind):
     worker, listener, _ = scene
     await worker.answer(0)
     await worker.send(kind, 1, b"\xc1 nonsense")
     await worker.send(b"report", 2, msgspec.msgpack.encode({"worker": "w", "unheard_of": 1}))
-    await worker.send(b"kv", 3, kv(1))
+    await worker.send(b"kv", 3, published(1))
     assert await listener.next(2) == ["reset", (1,)]
 
 
-async def test_closing_ends_the_task_also_while_it_waits_for_a_snapshot(follow):
+async def test_close_ends_the_task_while_it_waits_for_a_snapshot(follow):
     worker, listener, subscriber = follow(Listener())
     await worker.requested()
     await subscriber.close()
@@ -267,7 +252,7 @@ async def test_closing_ends_the_task_also_while_it_waits_for_a_snapshot(follow):
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_it_closes_even_at_the_moment_when_its_snapshot_arrives(follow, turns):
+async def test_close_works_at_the_moment_a_snapshot_arrives(follow, turns):
     arrived, requested = asyncio.Event(), asyncio.Event()
 
     class Arriving(KVSubscriber):
@@ -281,7 +266,7 @@ async def test_it_closes_even_at_the_moment_when_its_snapshot_arrives(follow, tu
     arrived.set()
     for _ in range(turns):
         await asyncio.sleep(0)
-    async with asyncio.timeout(_PATIENCE_S / 10):
+    async with asyncio.timeout(PATIENCE_S / 10):
         await subscriber.close()
 
 
@@ -304,13 +289,13 @@ async def test_workers_that_come_and_go_leave_no_descriptor(scene):
     before = open_now()
     for _ in range(4):
         await come_and_go()
-    async with asyncio.timeout(_PATIENCE_S):
+    async with asyncio.timeout(PATIENCE_S):
         # libzmq's own thread closes what was handed to it.
         while open_now() > before + 3:
             await asyncio.sleep(0.01)
 
 
-async def test_an_error_while_a_snapshot_is_applied_costs_only_a_second_snapshot(follow):
+async def test_error_while_a_snapshot_is_applied_costs_one_more(follow):
     failures = [OSError(28, "No space left on device"), RuntimeError("a fault of ours")]
 
     class Failing(Listener):
@@ -321,16 +306,16 @@ async def test_an_error_while_a_snapshot_is_applied_costs_only_a_second_snapshot
 
     worker, listener, subscriber = follow(Failing())
     for _ in range(3):
-        await worker.answer(0, kv(1))
+        await worker.answer(0, published(1))
     assert await listener.next(2) == ["reset", (1,)]
-    await worker.send(b"kv", 1, kv(2))
+    await worker.send(b"kv", 1, published(2))
     assert await listener.next() == (2,)
     assert subscriber.synced and subscriber.alive
     await subscriber.close()
     assert not subscriber.alive
 
 
-async def test_tasks_whose_callbacks_fail_are_started_again_and_counted(follow):
+async def test_tasks_whose_callbacks_fail_restart_and_are_counted(follow):
     failures, restarted = {"gap", "connection"}, []
 
     class FailingOnce(Listener):
@@ -349,11 +334,11 @@ async def test_tasks_whose_callbacks_fail_are_started_again_and_counted(follow):
                 raise RuntimeError("a fault of ours")
 
     worker, listener, subscriber = follow(FailingOnce())
-    await worker.answer(0, kv(1))
+    await worker.answer(0, published(1))
     assert await listener.next(2) == ["reset", (1,)]
-    await worker.send(b"kv", 5, kv(2))  # a gap
-    await worker.answer(5, kv(1))
+    await worker.send(b"kv", 5, published(2))  # a gap
+    await worker.answer(5, published(1))
     assert await listener.next(2) == ["reset", (1,)]
-    await worker.send(b"kv", 6, kv(3))
+    await worker.send(b"kv", 6, published(3))
     assert await listener.next() == (3,)
     assert sorted(restarted) == ["feed", "line"] and subscriber.alive

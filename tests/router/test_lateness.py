@@ -1,7 +1,5 @@
 """What admission learns: the cost of recent requests, and how late recent first tokens came."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 
@@ -47,21 +45,20 @@ def of(work_s, **who):
 def demand(works, admitted):
     made = Demand()
     for work_s, inside in zip(works, admitted, strict=True):
-        request = RouteRequest("r")
-        made.evaluated(0.0, request, of(work_s), 1.0, admitted=inside)
+        came(made, work_s, admitted=inside)
     return made
 
 
-def test_before_any_request_nothing_is_costly():
+def test_nothing_is_costly_before_any_request():
     assert Demand().rank(of(5.0)) == 0.0 and Demand().slack_share(of(5.0)) == 1.0
 
 
-def test_the_cost_rank_counts_equals_half():
+def test_cost_rank_counts_equals_half():
     made = demand([1.0, 2.0, 2.0, 9.0], [True] * 4)
     assert [made.rank(of(w)) for w in (0.5, 1.0, 2.0, 5.0, 99.0)] == [0.0, 0.125, 0.5, 0.75, 1.0]
 
 
-def test_while_nothing_is_rejected_only_the_costliest_has_less_than_all_the_slack():
+def test_costliest_request_alone_lacks_slack_without_refusals():
     made = demand(range(100), [True] * 100)
     assert made.slack_share(of(99.0)) == 1.0
     assert made.slack_share(of(1e9)) == pytest.approx(0.2), "costlier than any that came"
@@ -71,13 +68,13 @@ def test_while_nothing_is_rejected_only_the_costliest_has_less_than_all_the_slac
 
 
 @given(st.lists(st.tuples(_works, st.booleans()), max_size=200), _works, _works)
-def test_the_slack_share_is_bounded_and_never_larger_for_the_costlier(history, one, other):
+def test_slack_share_is_bounded_and_falls_with_cost(history, one, other):
     made = demand(*zip(*history, strict=True)) if history else Demand()
     shares = [made.slack_share(of(w)) for w in sorted((one, other))]
     assert 0.2 - 1e-9 <= shares[1] <= shares[0] <= 1.0
 
 
-def test_what_was_spent_is_refilled_at_its_rate_and_never_twice():
+def test_budget_refills_at_its_rate_and_never_twice():
     made = Demand()
     assert made.budget_wait_s(10.0, 0.5) == 0.0
     made.spend(1.0), made.spend(2.0)
@@ -91,7 +88,7 @@ def test_what_was_spent_is_refilled_at_its_rate_and_never_twice():
     st.lists(st.tuples(st.floats(0, 50), st.floats(0, 9)), max_size=40),
     st.lists(st.floats(0, 20), min_size=1, max_size=5),
 )
-def test_blocking_is_the_plain_sum(requests, blocks_s):
+def test_blocked_is_the_plain_sum(requests, blocks_s):
     requests = sorted(requests)
     made = Demand()
     for at_s, slack_s in requests:
@@ -115,12 +112,12 @@ def test_blocking_is_the_plain_sum(requests, blocks_s):
         (4, 9.0, 0.2),
     ],
 )
-def test_the_slack_share_by_hand(rejected, work_s, share):
+def test_slack_share_equals_figures_by_hand(rejected, work_s, share):
     made = demand([1.0, 2.0, 3.0, 4.0], [i >= rejected for i in range(4)])
     assert made.slack_share(of(work_s)) == pytest.approx(share)
 
 
-def test_the_last_128_count_and_not_one_more():
+def test_demand_counts_the_last_128_and_not_one_more():
     made = demand([1.0] * 128, [True] * 128)
     assert made.rank(of(2.0)) == 1.0
     for count in range(1, 65):
@@ -128,7 +125,7 @@ def test_the_last_128_count_and_not_one_more():
         assert made.rank(of(2.0)) == (128 - count) / 128
 
 
-def test_later_classes_wait_before_tenants_over_their_share_and_these_before_costly_requests():
+def test_standing_orders_by_class_then_share_then_cost():
     order = [of(9.0), of(1.0, over_share=True), of(9.0, over_share=True), of(1.0, priority=1)]
     assert sorted(reversed(order)) == order
     made = demand([1.0] * 4, [True, True, False, False])
@@ -142,11 +139,11 @@ def test_later_classes_wait_before_tenants_over_their_share_and_these_before_cos
 
 
 @pytest.mark.parametrize(("weight", "over"), [(1.0, True), (2.0, True), (3.0, False)])
-def test_a_tenants_share_is_of_the_work_that_was_admitted_by_weight(weight, over):
+def test_tenant_share_is_of_admitted_work_by_weight(weight, over):
     made = Demand()
     for tenant, weighs, work_s in (("a", weight, 1.9), ("b", 1.0, 1.0)):
         came(made, work_s, tenant=tenant, weight=weighs)
-    # Nobody is refused: shares do not matter. What is refused counts for nobody.
+    # Without refusals shares do not matter. A refused request counts for no tenant.
     assert not made.standing(RouteRequest("r", tenant="a", weight=weight), 1.0).over_share
     came(made, 50.0, tenant="b", admitted=False)
     # With 1.1 s more `a` has 3 of 4 s: over a half, over two thirds, not over three quarters.
@@ -154,12 +151,12 @@ def test_a_tenants_share_is_of_the_work_that_was_admitted_by_weight(weight, over
     assert not made.standing(RouteRequest("r", tenant="new", weight=1.0), 0.01).over_share
 
 
-def test_a_tenant_alone_is_never_over_its_share():
+def test_tenant_alone_is_never_over_its_share():
     made = demand([1.0, 2.0], [True, False])
     assert not made.standing(RouteRequest("r"), 99.0).over_share
 
 
-def test_who_is_refused_is_to_come_back_one_after_the_other():
+def test_refused_requests_come_back_one_after_the_other():
     made = Demand()
     for at_s in (0.0, 1.0, 2.0, 3.0):
         came(made, at_s=at_s)
@@ -176,13 +173,13 @@ def test_who_is_refused_is_to_come_back_one_after_the_other():
 # -- recent outcomes -----------------------------------------------------------------------------
 
 
-def test_without_outcomes_nothing_is_added():
+def test_lateness_adds_nothing_without_outcomes():
     lateness = Lateness()
     assert (lateness.of("a").late_s(5.0), lateness.of("a").prompt_share(5.0)) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("dilation", [1.0, 30.0])
-def test_an_outcome_counts_for_a_third_after_half_a_second_of_the_workers_own(dilation):
+def test_outcome_fades_to_a_third_in_half_a_dilated_second(dilation):
     lateness = Lateness()
     first_token(lateness, sent(lateness, "r", "a", 0.0, 0.0, dilation=dilation), 1.0)
     late_s = [
@@ -192,7 +189,7 @@ def test_an_outcome_counts_for_a_third_after_half_a_second_of_the_workers_own(di
     assert lateness.of("b").late_s(1.0) == 0.0
 
 
-def test_an_overdue_first_token_counts_at_once():
+def test_overdue_first_token_counts_at_once():
     lateness = Lateness()
     first = sent(lateness, "first", "a", 0.0, 0.5)
     sent(lateness, "second", "a", 1.0, 0.5)
@@ -216,7 +213,7 @@ def test_work_of_prompts_adds_up_and_fades_with_its_window(long, window_s, dilat
     )
 
 
-def test_nothing_is_kept_of_a_worker_that_left():
+def test_worker_that_left_leaves_nothing_behind():
     lateness = Lateness()
     flight = sent(lateness, "r", "b", 0.0, 0.1, 0.1)
     lateness.left("b")
@@ -226,7 +223,7 @@ def test_nothing_is_kept_of_a_worker_that_left():
     assert lateness.of("b").late_s(9.0) == 0.0 and lateness.of("b").slowdown == 1.0
 
 
-def test_one_that_was_sent_before_outcomes_were_compared_tells_nothing():
+def test_request_sent_before_comparing_tells_nothing():
     lateness = Lateness()
     sent(lateness, "r", "a", 0.0, 0.5)
     unknown = Flight("u", "a", 0, 0.0, 0.0, 1, 1)
@@ -245,7 +242,7 @@ def slowed(lateness, expected_s, actual_s, tokens=11, count=20):
 @pytest.mark.parametrize(
     ("actual_s", "factor"), [(0.03, 1.5), (0.02, 1.0), (0.014, 0.7), (9.0, 2.0), (0.001, 0.6)]
 )
-def test_tokens_are_expected_as_slow_as_recent_ones_within_bounds(actual_s, factor):
+def test_slowdown_follows_recent_tokens_within_bounds(actual_s, factor):
     lateness = Lateness()
     slowed(lateness, 0.02, actual_s)
     assert lateness.of("a").slowdown == pytest.approx(factor)
@@ -253,7 +250,7 @@ def test_tokens_are_expected_as_slow_as_recent_ones_within_bounds(actual_s, fact
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
-def test_what_was_cut_short_tells_nothing_of_the_slowdown(tokens):
+def test_cut_short_streams_tell_nothing_of_the_slowdown(tokens):
     lateness = Lateness()
     slowed(lateness, 0.02, 0.03)
     slowed(lateness, 0.02, 9.0, tokens=tokens)
@@ -274,7 +271,7 @@ def test_prompts_that_came_meanwhile_are_no_slowdown():
     assert lateness.of("a").slowdown == pytest.approx(1.0)
 
 
-def test_without_a_predicted_time_per_token_the_outcome_tells_nothing():
+def test_outcome_without_a_predicted_tpot_tells_nothing():
     lateness = Lateness()
     flight = sent(lateness, "r", "a", 0.0, 0.1)
     first_token(lateness, flight, 0.1)
@@ -303,11 +300,11 @@ def late(lateness, seconds):
         ([*range(20)], 16.0),
     ],
 )
-def test_lateness_is_what_four_of_five_of_the_last_sixteen_did_not_exceed(seconds, expected_s):
+def test_lateness_covers_four_of_five_of_the_last_sixteen(seconds, expected_s):
     assert late(Lateness(), seconds) == expected_s
 
 
-def test_two_tokens_are_enough_and_the_middle_one_of_the_last_sixteen_counts():
+def test_slowdown_is_the_middle_of_the_last_sixteen():
     lateness = Lateness()
     for i, factor in enumerate([0.7, 1.2, 1.6]):
         flight = sent(lateness, f"p{i}", "a", 0.0, 0.0, 0.0, 0.5)

@@ -20,17 +20,15 @@ from kappa_router.config import RouterConfig
 from kappa_router.decision import NoWorkerError, RouteRequest
 from kappa_router.live.live_router import LiveRouter
 from kappa_router.live.record_file import RecordFile
-from kappa_router.live.replica_registry import ReplicaRegistry
 from kappa_router.policy import policy_named
-from tests.router.stream_worker import until
+from tests.router.building import sample
+from tests.router.patience import until
 
 pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture
-async def scene(monkeypatch):
-    registry = ReplicaRegistry()
-    monkeypatch.setattr(kappa_router.live.live_router, "REGISTRY", registry)
+async def scene(registry):
     live = LiveRouter(RouterConfig(policy=policy_named("ttft"), secret=12345))
     yield live, registry
     await live.close()
@@ -41,17 +39,12 @@ def ask(request_id="r", tokens=100):
     return RouteRequest(request_id, np.arange(tokens), max_tokens=4)
 
 
-def sample(live, text):
-    lines = live.metrics.exposition().decode().splitlines()
-    return next((float(line.split()[-1]) for line in lines if line.startswith(text)), None)
-
-
 async def joined(live, registry, *workers, **changes):
     registry.publish("d", {w.name: w.announcement(**changes) for w in workers})
     await until(lambda: len(live.router.workers) == len(workers))
 
 
-async def test_without_workers_nothing_is_chosen_and_a_time_to_retry_is_given(scene):
+async def test_route_refuses_without_workers_with_a_retry_time(scene):
     live, _ = scene
     with pytest.raises(NoWorkerError, match="0 known"):
         live.route(ask())
@@ -59,7 +52,7 @@ async def test_without_workers_nothing_is_chosen_and_a_time_to_retry_is_given(sc
     assert live.records == {} and live.router.reservations == 0
 
 
-async def test_an_unready_replica_is_no_worker_yet(scene, worker):
+async def test_unready_replica_is_no_worker_yet(scene, worker):
     live, registry = scene
     registry.publish("d", {"w": {}})
     await asyncio.sleep(0)
@@ -68,11 +61,11 @@ async def test_an_unready_replica_is_no_worker_yet(scene, worker):
     assert live.route(ask()).worker == "w"
 
 
-async def test_a_request_is_followed_from_decision_to_end(scene, worker):
+async def test_request_is_followed_from_decision_to_end(scene, worker):
     live, registry = scene
     w = worker()
     await joined(live, registry, w)
-    # What is told before the router listens is lost, and only what a snapshot holds is told again.
+    # Reports before the router listens are lost, except those that a snapshot holds.
     await until(lambda: live.router.workers["w"].report is not None)
     decision = live.route(ask())
     assert decision.informed and live.router.in_flight_on("w") == 1
@@ -105,7 +98,7 @@ async def test_a_request_is_followed_from_decision_to_end(scene, worker):
     assert sample(live, 'kappa_paced_overruns_total{node="node-w"}') == 1
 
 
-async def test_a_worker_that_goes_takes_its_reservations_along(scene, worker):
+async def test_worker_that_goes_takes_its_reservations_along(scene, worker):
     live, registry = scene
     first, second = worker("a"), worker("b")
     await joined(live, registry, first, second)
@@ -124,7 +117,7 @@ async def test_a_worker_that_goes_takes_its_reservations_along(scene, worker):
     assert sample(live, f'kappa_reservations{{node="node-{gone}"}}') is None
 
 
-async def test_another_deployments_replicas_are_not_ours_to_drop(scene, worker):
+async def test_replicas_of_another_deployment_are_not_dropped(scene, worker):
     live, registry = scene
     await joined(live, registry, worker())
     registry.publish("other", {})
@@ -133,7 +126,7 @@ async def test_another_deployments_replicas_are_not_ours_to_drop(scene, worker):
 
 
 @pytest.mark.parametrize("spoilt", [{"protocol": 99}, {"unheard_of": 1}])
-async def test_an_announcement_that_cannot_be_read_is_refused(scene, worker, spoilt):
+async def test_announcement_that_cannot_be_read_is_refused(scene, worker, spoilt):
     live, registry = scene
     registry.publish("d", {"w": worker().announcement() | spoilt})
     await until(lambda: "w" in live.members.refused)
@@ -159,7 +152,7 @@ async def test_nodes_show_what_is_known(scene, worker):
     assert row["totals"]["overruns_total"] == 1
 
 
-async def test_a_request_that_outlives_thousands_of_others_still_ends_as_it_should(scene, worker):
+async def test_request_that_outlives_thousands_ends_as_it_should(scene, worker):
     live, registry = scene
     live.records.memory = 3
     await joined(live, registry, worker())
@@ -189,7 +182,7 @@ async def test_charges_are_counted_by_tenant_and_outlive_their_worker(scene, wor
     assert sample(live, vram) == 5.0, "a worker that is gone is not heard"
 
 
-async def test_a_decision_and_its_log_line_name_the_tenant(scene, worker, capsys):
+async def test_decision_and_its_log_line_name_the_tenant(scene, worker, capsys):
     live, registry = scene
     await joined(live, registry, worker())
     live.route(ask(), "alice")
@@ -216,11 +209,8 @@ def full_disk(monkeypatch):
     return failing
 
 
-async def test_a_full_disk_ends_the_record_and_nothing_else(
-    monkeypatch, tmp_path, worker, full_disk
-):
-    registry, path = ReplicaRegistry(), tmp_path / "record.jsonl"
-    monkeypatch.setattr(kappa_router.live.live_router, "REGISTRY", registry)
+async def test_full_disk_ends_the_record_and_nothing_else(registry, tmp_path, worker, full_disk):
+    path = tmp_path / "record.jsonl"
     live = LiveRouter(RouterConfig(policy=policy_named("ttft"), secret=1), record=str(path))
     w = worker()
     await joined(live, registry, w)
@@ -249,7 +239,7 @@ async def test_a_full_disk_ends_the_record_and_nothing_else(
     await live.close()
 
 
-def test_a_record_ends_at_its_bound_with_a_whole_line_and_tightens_an_old_files_mode(tmp_path):
+def test_record_ends_whole_at_its_bound_and_is_private(tmp_path):
     path, dropped = tmp_path / "record.jsonl", []
     path.write_text("{}\n")
     path.chmod(0o644)
@@ -261,7 +251,7 @@ def test_a_record_ends_at_its_bound_with_a_whole_line_and_tightens_an_old_files_
     assert len(dropped) == 3 and path.stat().st_mode & 0o777 == 0o600
 
 
-def test_closing_a_record_waits_for_what_its_thread_has_to_write(tmp_path):
+def test_closing_a_record_waits_for_its_thread(tmp_path):
     path, dropped = tmp_path / "j", []
     file = RecordFile(str(path), lambda: dropped.append(1))
     for n in range(100):
@@ -271,7 +261,7 @@ def test_closing_a_record_waits_for_what_its_thread_has_to_write(tmp_path):
     assert lines == list(range(100)) and not dropped
 
 
-def test_a_disk_that_is_too_slow_ends_the_record(tmp_path, monkeypatch):
+def test_disk_that_is_too_slow_ends_the_record(tmp_path, monkeypatch):
     path, dropped, go_on, real = tmp_path / "j", [], threading.Event(), os.write
     monkeypatch.setattr(kappa_router.live.record_file, "_WAITING_BYTES", 20)
     monkeypatch.setattr(
@@ -286,14 +276,14 @@ def test_a_disk_that_is_too_slow_ends_the_record(tmp_path, monkeypatch):
     assert len(path.read_text().splitlines()) + len(dropped) == 9
 
 
-def test_a_record_that_cannot_be_opened_keeps_nothing_from_starting(tmp_path):
+def test_unopened_record_keeps_nothing_from_starting(tmp_path):
     dropped = []
     file = RecordFile(str(tmp_path / "missing" / "record"), lambda: dropped.append(1))
     file({"n": 1})
     assert dropped == [1]
 
 
-async def test_a_decider_that_can_follow_nobody_has_a_fault(scene, worker, monkeypatch):
+async def test_decider_that_can_follow_no_worker_has_a_fault(scene, worker, monkeypatch):
     live, registry = scene
     await joined(live, registry, worker("a"), worker("b"))
     await until(lambda: live.members.synced)
@@ -318,7 +308,7 @@ async def unreadable():
     raise ValueError("nonsense")
 
 
-async def test_a_watch_that_fails_is_started_again(scene, worker, monkeypatch):
+async def test_watch_that_fails_is_started_again(scene, worker, monkeypatch):
     live, registry = scene
     monkeypatch.setattr(kappa_router.live.supervised, "PAUSES_S", (0.01,))
     await joined(live, registry, worker())
@@ -334,9 +324,7 @@ async def test_a_watch_that_fails_is_started_again(scene, worker, monkeypatch):
     assert live.members.fault() == ""
 
 
-async def test_another_policy_decides_from_now_on_and_never_within_a_record(
-    scene, worker, tmp_path
-):
+async def test_policy_changes_from_now_on_and_never_in_a_record(scene, worker, tmp_path):
     live, registry = scene
     await joined(live, registry, worker())
     assert live.route(ask("one")).policy == "ttft"

@@ -44,6 +44,12 @@ def planning(worker="w", planner="", **figures):
     return building.announcement(worker, node, step=read.step, engine="torch", load_plan=plan)
 
 
+def replanned(made, rates=None, **plan):
+    """A worker with other figures in its plan, and among its rates."""
+    figures = {**made.load_plan["rates"], **(rates or {})}
+    return replace(made, load_plan={**made.load_plan, "rates": figures, **plan})
+
+
 def router(*announcements, forecast=0):
     made = building.router(*announcements, forecast_workers=forecast, planner_of=planner_of)
     for each in announcements:
@@ -62,7 +68,7 @@ def planned(name, **figures):
 
 @pytest.mark.parametrize("name", ["kv", "recompute", "auto"])
 @pytest.mark.parametrize("forecast", [0, 4])
-def test_a_planned_worker_is_priced_by_its_own_plan(name, forecast):
+def test_planned_worker_is_priced_by_its_own_plan(name, forecast):
     chosen, plan = priced(router(planning(planner=name), forecast=forecast)), planned(name)
     assert chosen.plan == plan.kind
     assert (chosen.load_s, chosen.compute_s) == pytest.approx((plan.load_s, plan.compute_s))
@@ -70,20 +76,20 @@ def test_a_planned_worker_is_priced_by_its_own_plan(name, forecast):
     assert chosen.counts.cached_tokens == 64 * SIZE  # what it could load, however it does
 
 
-def test_a_slow_link_is_relieved_by_computing_part_of_what_is_cached():
+def test_slow_link_is_relieved_by_computing_cached_tokens():
     slow = {"load_token_s": 4e-6, "token_s": 3e-5}
     auto, load = (priced(router(planning(planner=name, **slow))) for name in ("auto", "kv"))
     assert auto.plan == "recompute+load"
     assert auto.ttft_s < load.ttft_s and auto.load_s < load.load_s
 
 
-def test_a_worker_without_a_plan_loads_first_and_computes_then():
+def test_worker_without_a_plan_loads_first_and_computes_then():
     chosen = priced(router(planning()))
     assert chosen.plan == ""
     assert chosen.ttft_s >= chosen.load_s + chosen.compute_s
 
 
-def test_its_job_in_the_forecast_computes_what_it_does_not_load():
+def test_planned_job_computes_what_it_does_not_load():
     made = router(planning(planner="recompute"), forecast=4)
     decision = made.route(RouteRequest("r", TOKENS, 8), 1.0)
     plan = decision.estimates.plans[0]
@@ -93,31 +99,31 @@ def test_its_job_in_the_forecast_computes_what_it_does_not_load():
     assert gpu_s == pytest.approx(decision.chosen.compute_s, rel=0.25)
 
 
-def test_a_worker_that_came_back_without_a_plan_has_none():
+def test_worker_that_came_back_without_a_plan_has_none():
     made = router(planning(planner="kv"))
     assert made.workers["w"].planner.kappa_eff() > 0
     made.join(planning(), 1.0)
     assert made.workers["w"].planner is None and priced(made).plan == ""
 
 
-def test_a_router_without_planners_refuses_workers_that_plan():
+def test_router_without_planners_refuses_workers_that_plan():
     made = building.router("a")
     with pytest.raises(ValueError, match=r"worker w plans its loads.*planner_of"):
         made.join(planning(planner="kv"), 0.0)
     assert list(made.workers) == ["a"]
 
 
-def test_a_ratio_that_is_never_reached_is_none_and_not_infinity():
+def test_ratio_that_is_never_reached_is_none_and_not_infinity():
     assert LoadPlanner(planning(planner="auto", load_token_s=1e-25)).kappa_eff() is None
 
 
 def test_rates_that_cannot_be_used_are_refused_at_the_door():
     bad = planning(planner="kv")
-    poor = {**bad.load_plan["rates"], "load": {"tokens": [1, 2, 3, 4], "seconds": [5, 1, 4, 2]}}
+    poor = {"load": {"tokens": [1, 2, 3, 4], "seconds": [5, 1, 4, 2]}}
     with pytest.raises(ValueError, match="load"):
-        LoadPlanner(replace(bad, load_plan={**bad.load_plan, "rates": poor}))
+        LoadPlanner(replanned(bad, poor))
     with pytest.raises(ValueError, match="no planner 'best'"):
-        LoadPlanner(replace(bad, load_plan={**bad.load_plan, "planner": "best"}))
+        LoadPlanner(replanned(bad, planner="best"))
 
 
 def tailed(dilation=1.0, load_token_s=4e-6, planner="tail"):
@@ -125,14 +131,12 @@ def tailed(dilation=1.0, load_token_s=4e-6, planner="tail"):
     made = planning(planner=planner, load_token_s=load_token_s)
     paced = {"source": "paced", "dilation": dilation} if dilation > 1 else {}
     step = replace(made.step, dilation=dilation)
-    rates_of = {**made.load_plan["rates"], "overlap": 0.0}
-    plan = {**made.load_plan, "rates": rates_of}
     node = replace(made.node, **paced)
-    return replace(made, node=node, step=step, engine="vllm", load_plan=plan)
+    return replanned(replace(made, node=node, step=step, engine="vllm"), {"overlap": 0.0})
 
 
 @pytest.mark.parametrize("forecast", [0, 4])
-def test_a_tail_that_is_computed_is_not_loaded_and_its_worker_is_priced_so(forecast):
+def test_computed_tail_is_not_loaded_and_is_priced_so(forecast):
     tail = priced(router(tailed(), forecast=forecast))
     load = priced(router(tailed(planner="kv"), forecast=forecast))
     measured = rates_from_measured({**rates(load_token_s=4e-6), "overlap": 0.0})
@@ -144,19 +148,19 @@ def test_a_tail_that_is_computed_is_not_loaded_and_its_worker_is_priced_so(forec
     assert tail.ttft_s == pytest.approx(plan.ttft_s, rel=0.05)
 
 
-def test_on_a_fast_link_the_row_of_a_tail_stays_as_it_is():
+def test_row_of_a_tail_stays_on_a_fast_link():
     fast = tailed(load_token_s=1e-8)
     tail, plain = (priced(router(each)) for each in (fast, replace(fast, load_plan={})))
     assert tail == plain
 
 
-def test_a_paced_worker_s_plan_is_in_its_own_dilated_seconds():
+def test_paced_workers_plan_is_in_its_dilated_seconds():
     one, slow = (priced(router(tailed(dilation))) for dilation in (1.0, 10.0))
     assert slow.load_s == pytest.approx(10 * one.load_s)
     assert slow.ttft_s == pytest.approx(10 * one.ttft_s, rel=0.02)
 
 
-def test_a_tail_has_an_effective_ratio():
+def test_tail_has_an_effective_ratio():
     ratio = LoadPlanner(tailed()).kappa_eff()
     assert ratio is not None and ratio > 0
 
@@ -165,8 +169,7 @@ def test_a_tail_has_an_effective_ratio():
 @pytest.mark.parametrize("dilation", [1.0, 8.0])
 def test_loads_beside_the_prompt_hide_behind_it_in_real_seconds(forecast, dilation):
     made = tailed(dilation)
-    beside = {**made.load_plan, "rates": {**made.load_plan["rates"], "overlap": 31 / 32}}
-    layers = priced(router(replace(made, load_plan=beside), forecast=forecast))
+    layers = priced(router(replanned(made, {"overlap": 31 / 32}), forecast=forecast))
     ahead = priced(router(made, forecast=forecast))
     measured = rates_from_measured({**rates(load_token_s=4e-6), "overlap": 31 / 32})
     plan = Planning(SIZE, measured).named("tail")(Cached(64 * SIZE, 5))
@@ -180,13 +183,11 @@ def test_loads_beside_the_prompt_hide_behind_it_in_real_seconds(forecast, dilati
     ("in_flight", "budget", "ttft_s"),
     [
         (0, 8192, 1.1),  # the longer, and a layer of the other: 1.0 + 0.4 / 4
-        (1, 8192, 1.4),  # a step that waits holds up whoever else is there: 1.0 + 0.4
+        (1, 8192, 1.4),  # a step that waits holds the others up: 1.0 + 0.4
         (0, 50, 1.25),  # of two steps the first alone waits: 1.4 - 3/4 of 0.2
     ],
 )
-def test_who_is_alone_waits_for_the_longer_of_load_and_compute_and_a_layer_of_the_other(
-    in_flight, budget, ttft_s
-):
+def test_lone_request_waits_for_the_longer_and_one_layer(in_flight, budget, ttft_s):
     measured = {**rates(), "layers": 4, "overlap": 3 / 4}
     made = replace(
         planning(), max_batch_tokens=budget, engine="vllm",
@@ -202,7 +203,7 @@ def test_who_is_alone_waits_for_the_longer_of_load_and_compute_and_a_layer_of_th
 
 
 @pytest.mark.parametrize("forecast", [0, 4])
-def test_a_second_request_beside_one_that_loads_by_layers_is_priced_as_ahead(forecast):
+def test_second_request_beside_a_layered_load_pays_as_ahead(forecast):
     measured = {**rates(load_token_s=4e-6), "overlap": 31 / 32}
     plan = {"planner": "kv", "act_share": 0.0, "rates": measured}
     layers = replace(planning(load_token_s=4e-6), engine="vllm", load_plan=plan)
@@ -216,7 +217,7 @@ def test_a_second_request_beside_one_that_loads_by_layers_is_priced_as_ahead(for
     assert priced(one).ttft_s == pytest.approx(priced(other).ttft_s)
 
 
-def test_what_has_no_room_on_the_device_stays_in_host_memory_as_in_the_engine():
+def test_blocks_without_room_stay_in_host_as_in_the_engine():
     sizes = [128, 256, 512, 1024]
     measured = rates()
     measured["attend"] = {
@@ -224,8 +225,7 @@ def test_what_has_no_room_on_the_device_stays_in_host_memory_as_in_the_engine():
         "share_while_loading": 0.9,
     }  # fmt: skip
     announced = planning(planner="auto")
-    plan = {**announced.load_plan, "rates": measured, "cpu_room_share": 600 / 20_001}
-    tight = replace(announced, load_plan=plan)
+    tight = replanned(announced, measured, cpu_room_share=600 / 20_001)
     fits, stays = priced(router(announced)), priced(router(replace(tight, device_blocks=800)))
     assert (fits.plan, stays.plan) == ("recompute+load", "cpu+load")
     # The first token waits for what loading takes: what stays crosses once, too.
@@ -235,18 +235,15 @@ def test_what_has_no_room_on_the_device_stays_in_host_memory_as_in_the_engine():
     in_engine = Planning(SIZE, rates_from_measured(measured), cpu=True)
     room = room_left(int(600 / 20_001 * 800) * SIZE, 0, 5)
     assert in_engine.named("auto")(Cached(64 * SIZE, 5, room=room)).kind == "cpu+load"
-    all_stay = replace(tight, load_plan={**plan, "planner": "cpu"})
-    assert priced(router(all_stay)).plan == "cpu"
+    assert priced(router(replanned(tight, planner="cpu"))).plan == "cpu"
     with pytest.raises(ValueError, match="cpu_threads"):
         LoadPlanner(planning(planner="cpu"))
 
 
 @pytest.mark.parametrize(("act_share", "policy"), [(0.99, "recompute"), (1.0, "mixed")])
-def test_a_ratio_counts_on_activations_only_where_all_blocks_have_them(act_share, policy):
+def test_ratio_counts_activations_only_where_all_have_them(act_share, policy):
     made = planning(planner="auto", load_token_s=4e-6)
-    small = {**made.load_plan["rates"], "activation_bytes_per_token": 32768}
-    plan = {**made.load_plan, "rates": small, "act_share": act_share}
-    planner = LoadPlanner(replace(made, load_plan=plan))
-    read = rates_from_measured(small)
-    assert planner.kappa_eff() == pytest.approx(kappa_eff(read, policy, 128))
+    made = replanned(made, {"activation_bytes_per_token": 32768}, act_share=act_share)
+    read = rates_from_measured(made.load_plan["rates"])
+    assert LoadPlanner(made).kappa_eff() == pytest.approx(kappa_eff(read, policy, 128))
     assert kappa_eff(read, "mixed", 128) > 1.1 * kappa_eff(read, "recompute", 128)

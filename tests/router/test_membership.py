@@ -6,25 +6,23 @@ import time
 import numpy as np
 import pytest
 
-import kappa_router.live.live_router
 from kappa.protocol import WorkerReport
 from kappa_router.config import RouterConfig
 from kappa_router.decision import NoWorkerError, RouteRequest
 from kappa_router.live.live_router import LiveRouter
 from kappa_router.live.membership import Member, MembershipRule, progress_of
-from kappa_router.live.replica_registry import ReplicaRegistry
 from kappa_router.live.waiting import WorkerLostError
 from kappa_router.policy import policy_named
-from tests.router.stream_worker import SIZE, until
+from tests.router.patience import until
+from tests.router.stream_worker import SIZE
 
 pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture
-async def decider(monkeypatch):
+async def decider(registry):
     """Makes live routers that follow one registry."""
-    registry, made = ReplicaRegistry(), []
-    monkeypatch.setattr(kappa_router.live.live_router, "REGISTRY", registry)
+    made = []
 
     def make(first=0.0, **rule):
         config = RouterConfig(policy=policy_named("ttft"), secret=12345, first=first)
@@ -44,6 +42,13 @@ async def ready(live, registry, *workers):
     await until(lambda: all(live.router.workers[w.name].report for w in workers))
 
 
+async def alone(decider, worker, **rule):
+    """A live router, and the one worker that it is ready with."""
+    live, only = decider(**rule), worker()
+    await ready(live, decider.registry, only)
+    return live, only
+
+
 def ask(request_id="r", tokens=100):
     return RouteRequest(request_id, np.arange(tokens), max_tokens=4)
 
@@ -55,9 +60,8 @@ def device_tokens(live, tokens=2 * SIZE + 1):
 # -- one that goes -------------------------------------------------------------------------------
 
 
-async def test_a_broken_connection_invalidates_the_worker_before_ray_knows(decider, worker):
-    live, w = decider(), worker()
-    await ready(live, decider.registry, w)
+async def test_broken_connection_invalidates_before_ray_knows(decider, worker):
+    live, w = await alone(decider, worker)
     w.store(1, 2)
     await until(lambda: device_tokens(live) == 2 * SIZE)
     w.arrives("theirs")
@@ -75,9 +79,8 @@ async def test_a_broken_connection_invalidates_the_worker_before_ray_knows(decid
     live.members.waits.end("w", wait)
 
 
-async def test_a_worker_that_comes_back_is_probed_with_its_blocks_known(decider, worker, tmp_path):
-    live, w = decider(), worker()
-    await ready(live, decider.registry, w)
+async def test_returning_worker_is_probed_with_its_blocks_known(decider, worker, tmp_path):
+    live, w = await alone(decider, worker)
     w.store(1, 2)
     await until(lambda: device_tokens(live) == 2 * SIZE)
     live.members.connection("w", up=False)
@@ -92,9 +95,8 @@ async def test_a_worker_that_comes_back_is_probed_with_its_blocks_known(decider,
     live.release("r", "done")
 
 
-async def test_a_worker_that_announces_another_model_later_is_dropped(decider, worker):
-    live, w = decider(), worker()
-    await ready(live, decider.registry, w)
+async def test_worker_that_changes_its_model_is_dropped(decider, worker):
+    live, w = await alone(decider, worker)
     w.store(1, 2)
     await until(lambda: device_tokens(live) == 2 * SIZE)
     decider.registry.publish("d", {"w": w.announcement(fingerprint="other")})
@@ -104,7 +106,7 @@ async def test_a_worker_that_announces_another_model_later_is_dropped(decider, w
 
 
 @pytest.mark.parametrize("change", [{"fingerprint": "other"}, {"block_tokens": 2 * SIZE}])
-async def test_a_worker_that_differs_never_joins_nor_shares_an_entry(decider, worker, change):
+async def test_worker_that_differs_never_joins_nor_shares_an_entry(decider, worker, change):
     live, a, b = decider(), worker("a"), worker("b")
     await ready(live, decider.registry, a)
     decider.registry.publish("d", {"a": a.announcement(), "b": b.announcement(**change)})
@@ -115,16 +117,14 @@ async def test_a_worker_that_differs_never_joins_nor_shares_an_entry(decider, wo
     assert set(live.router.workers) == {"a"} and device_tokens(live) == 0
 
 
-async def test_an_idle_worker_that_is_taken_away_leaves_at_once(decider, worker):
-    live, w = decider(), worker()
-    await ready(live, decider.registry, w)
+async def test_idle_worker_that_is_taken_away_leaves_at_once(decider, worker):
+    live, _ = await alone(decider, worker)
     decider.registry.publish("d", {})
     await until(lambda: not live.router.workers)
 
 
-async def test_a_worker_that_drains_for_too_long_is_given_up(decider, worker):
-    live, w = decider(drain_s=0.3), worker()
-    await ready(live, decider.registry, w)
+async def test_worker_that_drains_for_too_long_is_given_up(decider, worker):
+    live, _ = await alone(decider, worker, drain_s=0.3)
     live.route(ask())
     decider.registry.publish("d", {})
     await until(lambda: live.members.get("w").draining)
@@ -135,7 +135,7 @@ async def test_a_worker_that_drains_for_too_long_is_given_up(decider, worker):
 # -- several deciders ----------------------------------------------------------------------------
 
 
-async def test_every_decider_knows_of_the_others_requests_within_moments(decider, worker):
+async def test_deciders_know_each_others_requests_soon(decider, worker):
     one, two = decider(), decider(first=0.5)
     a, b = worker("a"), worker("b")
     await ready(one, decider.registry, a, b)
@@ -153,7 +153,7 @@ async def test_every_decider_knows_of_the_others_requests_within_moments(decider
     await until(lambda: two.router.in_flight == 0)
 
 
-async def test_a_new_decider_learns_blocks_and_requests_from_the_worker(decider, worker):
+async def test_new_decider_learns_blocks_and_requests_from_the_worker(decider, worker):
     old, w = decider(), worker()
     await ready(old, decider.registry, w)
     w.store(1, 2)
@@ -167,7 +167,7 @@ async def test_a_new_decider_learns_blocks_and_requests_from_the_worker(decider,
     await until(lambda: new.router.in_flight == old.router.in_flight == 0)
 
 
-async def test_one_decider_that_goes_leaves_nothing_with_the_other(decider, worker):
+async def test_decider_that_goes_leaves_nothing_with_the_other(decider, worker):
     one, two, w = decider(), decider(first=0.5), worker()
     await ready(one, decider.registry, w)
     await ready(two, decider.registry, w)
@@ -176,14 +176,12 @@ async def test_one_decider_that_goes_leaves_nothing_with_the_other(decider, work
     w.arrives(there)
     await until(lambda: two.router.in_flight == 1)
     await one.close()
-    w.finishes(there)  # Ray cancels what nobody waits for
+    w.finishes(there)  # Ray cancels a call without a caller
     await until(lambda: two.router.in_flight == 0)
     assert all(link == gpu == 0.0 for link, gpu in two.router.backlogs_s(two.now_s()).values())
 
 
-async def test_what_is_reported_of_one_decider_request_is_not_taken_for_anothers_of_the_same_id(
-    decider, worker
-):
+async def test_report_of_a_deciders_id_is_not_taken_for_anothers(decider, worker):
     one, two, w = decider(), decider(first=0.5), worker()
     await ready(one, decider.registry, w)
     await ready(two, decider.registry, w)
@@ -205,9 +203,8 @@ async def test_what_is_reported_of_one_decider_request_is_not_taken_for_anothers
     assert one.router.in_flight == 1
 
 
-async def test_what_is_reported_of_an_earlier_request_of_the_same_id_is_too_late(decider, worker):
-    live, w = decider(), worker()
-    await ready(live, decider.registry, w)
+async def test_report_of_an_earlier_request_of_an_id_is_too_late(decider, worker):
+    live, w = await alone(decider, worker)
     live.route(ask("job-1"))
     earlier = live.records["job-1"].sent_as
     live.release("job-1", "client_gone")
@@ -220,9 +217,8 @@ async def test_what_is_reported_of_an_earlier_request_of_the_same_id_is_too_late
 # -- time ----------------------------------------------------------------------------------------
 
 
-async def test_setting_the_machines_clock_changes_nothing(decider, worker, monkeypatch):
-    live, w = decider(stall_after_s=1.0), worker()
-    await ready(live, decider.registry, w)
+async def test_clock_that_is_set_changes_nothing(decider, worker, monkeypatch):
+    live, w = await alone(decider, worker, stall_after_s=1.0)
     before_s, reported_s = live.now_s(), live.router.workers["w"].report.time_s
     real = time.time
     for jump_s in (3600.0, -3600.0):
@@ -242,7 +238,7 @@ def stalled_s(member, now_s, steps=1.0, busy=True):
     return member.stalled_s((steps,), busy=busy, now_s=now_s)
 
 
-def test_an_engine_stalls_while_it_has_work_and_makes_no_progress():
+def test_engine_stalls_while_it_has_work_and_makes_no_progress():
     member = Member("d", {}, subscriber=None)
     assert [stalled_s(member, t) for t in (0.0, 4.0, 5.5)] == [0.0, 4.0, 5.5]
     assert stalled_s(member, 6.0, steps=2.0) == 0.0, "progress"
@@ -251,7 +247,7 @@ def test_an_engine_stalls_while_it_has_work_and_makes_no_progress():
     assert stalled_s(member, 24.0, steps=2.0) == 4.0
 
 
-def test_a_step_a_load_or_an_iteration_is_progress():
+def test_steps_loads_and_iterations_are_progress():
     before = progress_of(WorkerReport("w", 1.0))
     for what in ("steps_total", "iterations_total", "load_tokens_total", "step_tokens_total"):
         assert progress_of(WorkerReport("w", 2.0, **{what: 1})) != before

@@ -12,8 +12,8 @@ from anthropic.types import message_count_tokens_params, message_create_params
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 
 from kappa_router.api import messages
-from kappa_router.api.errors import ApiError
 from kappa_router.api.messages import FIELDS
+from tests.router import building
 from tests.router.building import tenants_of
 from tests.router.scripted import Whole, nested
 
@@ -38,10 +38,9 @@ def chat_of(content, role="user", **more):
 
 
 def refused(param, **changes):
-    with pytest.raises(ApiError) as caught:
-        to_chat(ASK | changes)
-    assert (caught.value.status, caught.value.param) == (400, param), caught.value.message
-    return caught.value.message
+    error = building.refused(to_chat, ASK | changes)
+    assert (error.status, error.param) == (400, param), error.message
+    return error.message
 
 
 def client_of(here, **options):
@@ -56,7 +55,7 @@ async def whole(_worker):
 # -- fields ----------------------------------------------------------------------------------------
 
 
-def test_every_field_of_the_client_and_of_vllm_is_in_one_class():
+def test_fields_of_client_and_vllm_are_each_in_one_class():
     names = set(AnthropicMessagesRequest.model_fields)
     for module, kind in (
         (message_create_params, "MessageCreateParamsStreaming"),
@@ -69,13 +68,13 @@ def test_every_field_of_the_client_and_of_vllm_is_in_one_class():
         assert sum(classes) == 1, f"{name}: decide whether a client may set it"
 
 
-def test_a_plain_message_is_a_plain_chat():
+def test_plain_message_is_a_plain_chat():
     assert to_chat(ASK | {"cache_control": {"type": "ephemeral"}, "stop_sequences": None}) == ASK
     assert to_chat({**ASK, "stop_sequences": ["END"], "metadata": {"user_id": "u"}, "top_k": 3}) \
         == {**ASK, "stop": ["END"], "user": "u", "top_k": 3}  # fmt: skip
 
 
-def test_all_system_texts_go_first_without_what_changes_each_time():
+def test_system_texts_go_first_without_what_changes():
     billing = text("x-anthropic-billing-header: cc_version=1; cch=7f")
     chat = to_chat({
         **ASK, "system": [billing, text("Be kind."), {**text("Be brief."), "cache_control": {}}],
@@ -86,7 +85,7 @@ def test_all_system_texts_go_first_without_what_changes_each_time():
     ]  # fmt: skip
 
 
-def test_a_turn_with_tools_becomes_calls_and_tool_messages():
+def test_turn_with_tools_becomes_calls_and_tool_messages():
     turn = [
         {"role": "user", "content": [text("Look"), text("twice.")]},
         {"role": "assistant", "content": [
@@ -127,20 +126,20 @@ def test_a_turn_with_tools_becomes_calls_and_tool_messages():
         ({"type": "tool", "name": "look"}, {"type": "function", "function": {"name": "look"}}),
     ],
 )  # fmt: skip
-def test_the_choice_of_tools_has_a_chats_names(given, chosen):
+def test_choice_of_tools_has_a_chats_names(given, chosen):
     chat = to_chat({**ASK, "tools": [TOOL], "tool_choice": given})
     assert chat["tool_choice"] == chosen and "parallel_tool_calls" not in chat
     single = {**given, "disable_parallel_tool_use": True}
     assert to_chat({**ASK, "tools": [TOOL], "tool_choice": single})["parallel_tool_calls"] is False
 
 
-def test_an_answers_beginning_is_gone_on_from():
+def test_answer_that_has_begun_is_continued():
     begun = {"role": "assistant", "content": "The answer is"}
     chat = to_chat({**ASK, "messages": [*ASK["messages"], begun]})
     assert chat["continue_final_message"] is True and chat["add_generation_prompt"] is False
 
 
-def test_thinking_effort_and_a_schema_go_to_the_template_and_the_grammar():
+def test_thinking_effort_and_schema_reach_their_places():
     enabled = to_chat({**ASK, "thinking": {"type": "enabled", "budget_tokens": 2048}})
     assert enabled["chat_template_kwargs"] == {"enable_thinking": True, "thinking": True}
     disabled = to_chat({**ASK, "thinking": {"type": "disabled"},
@@ -173,7 +172,7 @@ USE = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
         ("system.0.type", {"system": [{"type": "image", "source": PNG}]}),
     ],
 )  # fmt: skip
-def test_what_is_not_served_is_refused_by_its_place(param, changes):
+def test_unserved_field_is_refused_by_its_place(param, changes):
     assert refused(param, **changes).startswith(param or "Unrecognized")
 
 
@@ -197,14 +196,14 @@ def test_what_is_not_served_is_refused_by_its_place(param, changes):
              {"type": "tool_result", "tool_use_id": "c", "content": "nested"}]}]),
     ],
 )  # fmt: skip
-def test_a_message_that_is_not_served_is_refused_by_its_place(place, role, content):
+def test_unserved_message_is_refused_by_its_place(place, role, content):
     refused(f"messages.0{place}", messages=[{"role": role, "content": content}])
 
 
 # -- over HTTP -------------------------------------------------------------------------------------
 
 
-async def test_a_message_reaches_its_worker_as_it_was_sent_and_is_answered_by_it(serve):
+async def test_message_reaches_its_worker_as_sent_and_is_answered(serve):
     here = await serve(whole)
     ask = {**ASK, "tools": [TOOL], "tool_choice": {"type": "tool", "name": "look"}}
     async with client_of(here) as client:
@@ -216,7 +215,7 @@ async def test_a_message_reaches_its_worker_as_it_was_sent_and_is_answered_by_it
     await here.idle()
 
 
-async def test_every_refusal_has_anthropics_shape_and_becomes_the_clients_own_exception(serve):
+async def test_refusals_have_anthropics_shape_and_exceptions(serve):
     here = await serve(whole, tenants=tenants_of({"sk-alice": "alice"}, refuse=True))
     async with client_of(here, api_key="wrong") as client:
         with pytest.raises(anthropic.AuthenticationError):
@@ -241,7 +240,7 @@ async def test_every_refusal_has_anthropics_shape_and_becomes_the_clients_own_ex
     assert here.engines.sent == []
 
 
-async def test_tokens_are_counted_as_they_will_be_and_nothing_is_sent(serve):
+async def test_tokens_are_counted_as_predicted_without_sending(serve):
     here = await serve(whole)
     asked = {k: v for k, v in ASK.items() if k != "max_tokens"} | {"tools": [TOOL], "system": "S"}
     async with client_of(here) as client:

@@ -8,11 +8,7 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest
 
 from kappa.cost import TokenCounts
 from kappa.protocol import CHARGES_KEY, Charge
-from kappa_router.api.metadata import (
-    decision_headers,
-    routed_metadata,
-    tenant_metadata,
-)
+from kappa_router.api.metadata import decision_headers, routed_metadata, tenant_metadata
 from kappa_router.api.tenants import Tenant
 
 pytestmark = pytest.mark.ray
@@ -34,7 +30,7 @@ def metadata(made=None, elsewhere=None):
     return sent | routed_metadata(made or decision(), elsewhere or {})
 
 
-def test_an_engine_is_sent_whose_it_is_what_to_find_and_what_others_charged():
+def test_engine_is_sent_tenant_tokens_and_others_charges():
     elsewhere = {"alice": Charge(1.23456, 2.0, 0.0), "bob": Charge(0.0, 0.5, 0.0)}
     sent = metadata(elsewhere=elsewhere)
     charges = json.loads(sent.pop("kappa_charges"))
@@ -46,18 +42,18 @@ def test_an_engine_is_sent_whose_it_is_what_to_find_and_what_others_charged():
     }  # fmt: skip
 
 
-def test_an_engine_is_sent_what_of_the_prompt_is_on_disk():
+def test_engine_is_sent_the_tokens_on_disk():
     assert metadata(decision(disk_tokens=32))["kappa_disk_tokens"] == 32
 
 
-def test_what_is_not_known_is_not_sent():
+def test_unknown_figures_are_not_sent():
     sent = metadata(decision(informed=False))
     unknown = {"kappa_prompt_tokens", "kappa_device_tokens", "kappa_host_tokens", CHARGES_KEY}
     assert not unknown & set(sent) and sent["kappa_request_id"] == "r"
 
 
 @pytest.mark.parametrize(("source", "paced"), [("paced", "true"), ("measured", "false")])
-def test_a_response_says_where_it_was_computed_how_and_why(source, paced):
+def test_response_says_where_how_and_why_it_was_computed(source, paced):
     made = decision()
     chosen = made.chosen
     chosen.node, chosen.kappa_crit = SimpleNamespace(name="pcie", source=source), 17.314
@@ -78,11 +74,11 @@ def test_seconds_are_sent_to_the_microsecond():
     assert (sent["kappa_link_s"], sent["kappa_gpu_s"]) == (0.012346, 0.000001)
 
 
-def test_what_is_computed_anew_is_not_announced_as_a_load():
+def test_recomputed_tokens_are_not_announced_as_a_load():
     assert metadata(decision(recomputed_tokens=48))["kappa_host_tokens"] == 16
 
 
-def test_metadata_passes_the_engines_own_schema_and_reaches_its_extra_args():
+def test_metadata_passes_the_engines_schema_to_extra_args():
     body = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "x"}])
     body.vllm_xargs = metadata(elsewhere={"bob": Charge(1.0, 2.0, 3.0)})
     again = ChatCompletionRequest.model_validate(body.model_dump())
@@ -92,7 +88,7 @@ def test_metadata_passes_the_engines_own_schema_and_reaches_its_extra_args():
     assert json.loads(extra["kappa_charges"]) == {"bob": [1.0, 2.0, 3.0]}
 
 
-def test_all_that_64_tenants_add_to_a_request_is_a_few_kilobytes():
+def test_metadata_of_64_tenants_is_a_few_kilobytes():
     elsewhere = {f"tenant-{i:03}": Charge(12345.678, 1234.567, 123.456) for i in range(64)}
     assert len(json.dumps(metadata())) < 250
     assert len(json.dumps(metadata(elsewhere=elsewhere))) < 4096

@@ -16,7 +16,7 @@ def test_tenants_beyond_the_bound_share_one_label():
     assert 'kappa_tenant_requests_total{outcome="answered",tenant="other"} 744.0' in text
 
 
-def test_a_workers_scheduler_is_taken_over_and_a_new_life_adds_to_the_old():
+def test_scheduler_figures_of_a_new_life_add_to_the_old():
     metrics = RouterMetrics()
     for worker, passed, waiting in (("w", 3, 9), ("w", 5, 2), ("w", 1, 4), ("v", 10, 7)):
         report = WorkerReport(
@@ -29,7 +29,7 @@ def test_a_workers_scheduler_is_taken_over_and_a_new_life_adds_to_the_old():
     assert 'kappa_engine_requests{node="n",state="waiting"} 7.0' in lines
 
 
-def test_all_gauges_of_a_node_that_is_gone_are_forgotten_and_its_counters_stay():
+def test_gauges_of_a_gone_node_go_and_its_counters_stay():
     metrics = RouterMetrics()
     told = {"power_w": 300.0, "power_source": "model", "h2d_bytes_per_s": 1e9, "steps_total": 3}
     for node in ("n", "o"):
@@ -44,14 +44,14 @@ def test_all_gauges_of_a_node_that_is_gone_are_forgotten_and_its_counters_stay()
     assert 'kappa_engine_steps_total{node="n",paced="false"} 3.0' in lines
 
 
-def test_totals_of_workers_that_left_are_remembered_for_some_and_then_dropped():
+def test_totals_of_workers_that_left_are_kept_for_some():
     metrics = RouterMetrics()
     for i in range(200):
         metrics.reported(WorkerReport(f"w{i}", 1.0, steps_total=1), "n", paced=False)
         metrics.left(f"w{i}")
     assert len(metrics._totals) == 64
     steps = 'kappa_engine_steps_total{node="n",paced="false"} '
-    # One that comes back counts only what is new: 200 steps of all, then 4 more of the last.
+    # One that comes back counts only its new steps: 200 steps of all, then 4 more of the last.
     metrics.reported(WorkerReport("w199", 2.0, steps_total=5), "n", paced=False)
     assert f"{steps}204.0" in metrics.exposition().decode()
     for i in range(200, 300):
@@ -71,13 +71,13 @@ def test_power_has_its_source_and_energy_adds_up_over_restarts():
     assert 'kappa_energy_joules_total{node="pcie",source="model"} 180.0' in text
 
 
-def test_a_worker_without_figures_has_no_power_series():
+def test_worker_without_figures_has_no_power_series():
     metrics = RouterMetrics()
     metrics.reported(WorkerReport("w", 1.0), "pcie", paced=False)
     assert "kappa_node_power_watts{" not in metrics.exposition().decode()
 
 
-def test_without_counting_nothing_is_counted_and_nothing_fails():
+def test_metrics_without_counting_are_empty_and_fail_nothing():
     metrics = RouterMetrics(counting=False)
     metrics.inc(m.REQUESTS, "200")
     metrics.observe(m.TOKENIZE_SECONDS, value=0.1)

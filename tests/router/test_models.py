@@ -1,7 +1,5 @@
 """Several models, and adapters of one, behind one router and one endpoint."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -21,7 +19,7 @@ from kappa_router.recording import RecordedRouter, replay
 from kappa_router.router import Router
 from kappa_workers.tiny_model import make_tiny_model
 from tests.router import scripted
-from tests.router.building import SIZE, announcement, ask, prompt, router, stored
+from tests.router.building import NEVER, SIZE, announcement, ask, prompt, router, stored
 
 SMALL = {"model": "small", "fingerprint": "s"}
 LARGE = {"model": "large", "fingerprint": "l", "kv_bytes_per_token": 327680.0}
@@ -47,7 +45,7 @@ def workers_priced(made, request):
 # -- the pure router ----------------------------------------------------------------------------
 
 
-def test_a_prefix_of_one_model_is_not_counted_for_another():
+def test_prefix_of_one_model_is_not_counted_for_another():
     made = two_models()
     made.blocks([stored("s0", PROMPT)])
     assert made.explain(of("large"), 1.0).chosen.counts.device_tokens == 0
@@ -58,7 +56,7 @@ def test_a_prefix_of_one_model_is_not_counted_for_another():
     assert made.explain(of("large"), 1.0).chosen.counts.device_tokens == 99 * SIZE
 
 
-def test_what_workers_hold_is_known_of_every_model():
+def test_blocks_held_are_known_of_every_model():
     made = two_models()
     made.blocks([stored("s0", PROMPT), stored("l0", PROMPT)])
     none = {"device": 0, "host": 0, "disk": 0}
@@ -67,7 +65,7 @@ def test_what_workers_hold_is_known_of_every_model():
 
 
 @pytest.mark.parametrize("forecast", [0, 4])
-def test_only_workers_of_the_model_are_priced_however_busy_they_are(forecast):
+def test_workers_of_the_model_alone_are_priced_even_when_busy(forecast):
     made = two_models(forecast_workers=forecast)
     for i in range(40):
         assert made.route(of("small", f"r{i}"), 1.0).worker in ("s0", "s1")
@@ -76,7 +74,7 @@ def test_only_workers_of_the_model_are_priced_however_busy_they_are(forecast):
     assert made.in_flight_on("l0") == 0
 
 
-def test_without_a_worker_of_the_model_the_error_names_it():
+def test_error_names_the_model_without_a_worker():
     made = two_models()
     made.leave("l0")
     with pytest.raises(NoWorkerError, match=r"no worker of model large is ready \(0 known"):
@@ -90,12 +88,12 @@ def test_without_a_worker_of_the_model_the_error_names_it():
     assert made.reservations == 0
 
 
-def test_a_request_that_names_no_model_goes_to_the_only_one():
+def test_request_that_names_no_model_goes_to_the_only_one():
     made = router("a")
     assert made.route(of(""), 1.0).worker == made.route(of("m", "s"), 1.0).worker == "a"
 
 
-def test_each_worker_is_priced_by_its_own_model():
+def test_worker_is_priced_by_its_own_model():
     made = two_models()
     for worker in ("s0", "l0"):
         made.blocks([replace(stored(worker, PROMPT), tier="host")])
@@ -105,7 +103,7 @@ def test_each_worker_is_priced_by_its_own_model():
     assert large.load_s / small.load_s == pytest.approx(327680 / 131072)
 
 
-def test_models_may_differ_in_their_blocks_and_workers_of_one_may_not():
+def test_blocks_may_differ_between_models_not_within_one():
     made = two_models()
     made.join(announcement("x0", model="x", fingerprint="x", block_tokens=4 * SIZE), 0.0)
     made.blocks(
@@ -119,13 +117,13 @@ def test_models_may_differ_in_their_blocks_and_workers_of_one_may_not():
     assert workers_priced(made, of("large")) == {"l0"}
 
 
-def test_a_worker_that_announces_another_model_is_refused():
+def test_worker_that_announces_another_model_is_refused():
     made = two_models()
     with pytest.raises(MismatchError, match="announces model large, and was of model small"):
         made.join(announcement("s0", **LARGE), 1.0)
 
 
-def test_what_other_deciders_sent_counts_for_the_workers_own_model():
+def test_requests_of_other_deciders_count_for_their_model():
     made = two_models()
     made.report(WorkerReport("l0", 1.0, arrived=(Arrival("other", new_tokens=4000),)), 1.0)
     made.route(of("small", "mine"), 1.0)
@@ -136,14 +134,14 @@ def test_what_other_deciders_sent_counts_for_the_workers_own_model():
     assert made.remote_in_flight_on("l0") == 1
 
 
-def test_admission_looks_at_the_demand_of_the_models_own_requests():
+def test_admission_uses_the_demand_of_its_own_model():
     made = two_models(admission=True)
     made.route(of("small"), 1.0)
     assert len(made.models["small"].demand._last) == 1
     assert len(made.models["large"].demand._last) == 0
 
 
-def test_an_adapters_prefix_is_neither_the_bases_nor_anothers():
+def test_adapters_prefix_is_neither_the_bases_nor_anothers():
     made = router("a")
     salts = {name: salt_of("tenant", name) for name in (None, "one", "two")}
     made.blocks([replace(stored("a", PROMPT), salt=salts["one"])])
@@ -154,7 +152,7 @@ def test_an_adapters_prefix_is_neither_the_bases_nor_anothers():
     assert found == {None: 0, "one": 99 * SIZE, "two": 0}
 
 
-def test_a_log_of_two_models_replays_to_the_same_decisions():
+def test_log_of_two_models_replays_to_the_same_decisions():
     log = []
     config = RouterConfig(policy=policy_named("priced"), secret=7)
     recorded = RecordedRouter(config, log.append)
@@ -172,8 +170,8 @@ def test_a_log_of_two_models_replays_to_the_same_decisions():
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["small", "large"]), st.integers(0, 3)), max_size=12))
-def test_no_request_ever_meets_a_worker_or_a_prefix_of_another_model(asked):
-    made = two_models()
+def test_request_never_meets_workers_or_prefixes_of_another(asked):
+    made = two_models(stale_after_s=NEVER)
     held: dict[str, set[int]] = {"small": set(), "large": set()}
     for i, (model, seed) in enumerate(asked):
         request = replace(ask(f"r{i}", tokens=10 * SIZE + 1, seed=seed), model=model)
@@ -195,7 +193,7 @@ WORKERS = {
 
 
 @pytest.mark.ray
-async def test_the_model_in_a_body_chooses_the_workers_and_an_adapter_its_base_models(serve):
+async def test_body_model_chooses_workers_and_adapters_their_base(serve):
     engines, _, here = await serve(workers=WORKERS, models=MODELS)
     for model in ("small", "fine", "large", "small"):
         assert (await scripted.post(here, stream=True, model=model)).status_code == 200
@@ -216,7 +214,7 @@ async def test_the_model_in_a_body_chooses_the_workers_and_an_adapter_its_base_m
 
 
 @pytest.mark.ray
-async def test_a_model_whose_worker_died_is_503_and_nobody_elses_worker_is_asked(serve):
+async def test_model_without_a_live_worker_is_503_and_asks_no_other(serve):
     async def script(worker):
         if worker == "l0":
             raise EngineDiedError
@@ -256,7 +254,7 @@ async def test_limits_of_another_models_workers_do_not_count(serve):
 
 
 @pytest.mark.ray
-async def test_each_model_tokenizes_its_own_way_and_one_process_does_the_long_prompts(tmp_path):
+async def test_models_tokenize_their_own_way_in_one_process(tmp_path):
     texts = {"small": "hello world ", "large": "quite other words, 12345 "}
     renderers = {
         name: PromptRenderer(str(make_tiny_model(tmp_path / name, [text * 20])))

@@ -5,14 +5,15 @@ import json
 
 import pytest
 import structlog
-from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import kappa_router.tracing
 from kappa.keys import digest_of
 from kappa.protocol import Admission, Spent, WorkerReport
 from kappa.settings.routing import ObservingSettings
 from kappa_router.api.tenants import Tenants
-from tests.router.scripted import KEYS, code, event, get, post, until, words
+from tests.router.patience import until
+from tests.router.scripted import KEYS, code, event, get, post, words
 
 pytestmark = pytest.mark.ray
 
@@ -21,7 +22,7 @@ async def account(here, request_id, key=None):
     return await get(here, f"/v1/decisions/{request_id}", key)
 
 
-async def test_a_requests_account_says_where_its_time_went(serve):
+async def test_requests_account_says_where_its_time_went(serve):
     async def slow(_worker):
         await asyncio.sleep(0.2)
         yield [event("one")]
@@ -50,7 +51,7 @@ async def test_a_requests_account_says_where_its_time_went(serve):
     assert told["timeline"]["status"] == 200
 
 
-async def test_a_refused_request_has_an_account_without_a_decision(serve, monkeypatch):
+async def test_refused_request_has_an_account_without_a_decision(serve, monkeypatch):
     monkeypatch.setattr("kappa_router.api.request_path._FIRST_WORKER_S", 0.01)
     _, _, here = await serve(workers=())
     headers = {"x-request-id": "refused"}
@@ -62,7 +63,7 @@ async def test_a_refused_request_has_an_account_without_a_decision(serve, monkey
     assert code(await account(here, "nobody"), 404) == "request_not_found"
 
 
-async def test_another_tenants_account_is_not_had_by_sending_its_requests_id(serve):
+async def test_account_of_another_tenant_is_not_had_by_its_id(serve):
     digests = {digest_of(KEYS[name]): name for name in ("alice", "bob")}
     tenants = Tenants(operators=frozenset()).with_digests(digests)
     here = await serve(tenants=tenants)
@@ -80,7 +81,7 @@ async def test_another_tenants_account_is_not_had_by_sending_its_requests_id(ser
 # -- rollout ---------------------------------------------------------------------------------------
 
 
-async def test_in_shadow_rays_rule_steers_and_ours_is_written_down(serve):
+async def test_shadow_lets_ray_steer_and_records_ours(serve):
     engines, live, here = await serve(mode="shadow")
     for _ in range(12):
         assert (await post(here, stream=True)).status_code == 200
@@ -113,7 +114,7 @@ async def test_shadow_takes_the_shorter_queue_of_the_two(serve):
     await asyncio.gather(*asked)
 
 
-async def test_a_canary_keeps_each_conversation_in_its_arm(serve):
+async def test_canary_keeps_each_conversation_in_its_arm(serve):
     _, live, here = await serve(mode="canary:50")
     for turn in range(3):
         for name in range(12):
@@ -129,30 +130,16 @@ async def test_a_canary_keeps_each_conversation_in_its_arm(serve):
 # -- traces, metrics, logs -------------------------------------------------------------------------
 
 
-class Exporter:
-    """A collector's client, which keeps what it gets, or fails."""
-
-    def __init__(self, error=None):
-        self.got, self.error = [], error
+class Unreached(InMemorySpanExporter):
+    """The client of a collector that cannot be reached."""
 
     def export(self, spans):
-        if self.error is not None:
-            raise self.error
-        self.got.extend(spans)
-        return SpanExportResult.SUCCESS
-
-    def shutdown(self):
-        pass
-
-    def force_flush(self, timeout_millis=0):
-        return True
+        raise OSError("no route to host")
 
 
-@pytest.mark.parametrize("error", [None, OSError("no route to host")])
-async def test_a_request_is_answered_and_becomes_one_trace_if_the_collector_is_there(
-    serve, monkeypatch, error
-):
-    exporter = Exporter(error)
+@pytest.mark.parametrize("kind", [InMemorySpanExporter, Unreached])
+async def test_request_is_answered_and_traced_if_a_collector_is_there(serve, monkeypatch, kind):
+    exporter = kind()
     monkeypatch.setattr(kappa_router.tracing, "_exporter", lambda _: exporter)
     seen = ObservingSettings(otlp_endpoint="http://127.0.0.1:9")
     _, _, here = await serve(observing=seen)
@@ -162,13 +149,13 @@ async def test_a_request_is_answered_and_becomes_one_trace_if_the_collector_is_t
     await here.idle()
     await asyncio.sleep(0.05)
     tracing.close()
-    if error is None:
-        names = {span.name for span in exporter.got}
-        assert {"decider", "tokenize", "decide"} <= names
-        assert len({span.context.trace_id for span in exporter.got}) == 1
+    got = exporter.get_finished_spans()
+    if kind is not Unreached:
+        assert {"decider", "tokenize", "decide"} <= {span.name for span in got}
+        assert len({span.context.trace_id for span in got}) == 1
 
 
-async def test_without_metrics_and_request_log_requests_are_served_all_the_same(serve):
+async def test_requests_are_served_without_metrics_and_request_log(serve):
     seen = ObservingSettings(metrics=False, request_log=False)
     with structlog.testing.capture_logs() as lines:
         _, _, here = await serve(words, observing=seen)

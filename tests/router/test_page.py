@@ -52,7 +52,7 @@ class Reader(HTMLParser):
 
 @pytest.fixture
 async def page():
-    """The answer to `GET /` where nobody without a key is served."""
+    """The answer to `GET /` where every client needs a key."""
     app = make_app(Door(Access(tenants_of({"sk-ops": "ops"}, refuse=True))))
     add_page(app)
     app.get("/v1/nodes")(lambda: {"nodes": []})
@@ -65,7 +65,7 @@ async def page():
         return await client.get("/")
 
 
-def test_the_page_is_for_everybody_and_its_policy_lets_only_its_own_script_run(page):
+def test_page_is_for_all_and_runs_only_its_own_script(page):
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
     inline = Reader(page.text).inline
     policy = dict(
@@ -80,7 +80,7 @@ def test_the_page_is_for_everybody_and_its_policy_lets_only_its_own_script_run(p
     assert policy["require-trusted-types-for"] == "'script'" and policy["trusted-types"] == "'none'"
 
 
-def test_the_file_asks_nothing_of_others_and_writes_text_alone(page):
+def test_file_asks_nothing_of_others_and_writes_text_alone(page):
     read = Reader(page.text)
     [script], [style] = read.inline["script"], read.inline["style"]
     for tag, attributes in read.elements:
@@ -97,7 +97,7 @@ def test_the_file_asks_nothing_of_others_and_writes_text_alone(page):
     assert asked == [f"v1/{name}" for name in ("nodes", "decisions", "tenants", "models")]
 
 
-def test_every_element_that_the_script_or_a_label_names_is_there(page):
+def test_elements_that_scripts_or_labels_name_are_there(page):
     read = Reader(page.text)
     ids = [attributes["id"] for _, attributes in read.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
@@ -113,9 +113,9 @@ def test_every_element_that_the_script_or_a_label_names_is_there(page):
 
 
 class Feeds:
-    """A server of the page whose feeds answer what a test puts there.
+    """A server of the page; its feeds answer as the test sets them.
 
-    answers: by feed, what is answered; key: without it 401; tenant_key: a key that is no
+    answers: by feed; key: without it 401; tenant_key: a key that is no
     operator's; delay_s: before each answer. asked, keys: what came; most: of one feed, the most
     requests at a time.
     """
@@ -246,7 +246,7 @@ def test_nodes_show_backlogs_caches_by_tier_and_tokens_by_source(feeds, tab):
     feeds.answers["nodes"] = {"nodes": [node("a"), node("b", link_backlog_s=2.0)]}
     feeds.answers["tenants"] = {"tenants": [tenant("small", 0.25), tenant("large", 0.75)]}
     tab.open(feeds.url)
-    tab.until("document.querySelectorAll('#nodes tbody tr').length === 2")
+    rows(tab, "nodes", 2)
     first = "#nodes tbody tr:first-child"
     row = tab.text(first)
     for text in ("250 ms", "1.00 s", "4", "2 running 1 waiting", "241", "κ_eff 58", "25 %",
@@ -268,16 +268,21 @@ def test_nodes_show_backlogs_caches_by_tier_and_tokens_by_source(feeds, tab):
     assert lengths(tab, f"{first} .meter .bar") == [[100], [100]]
 
 
+def rows(tab, table, count):
+    """Wait until the table has that many rows."""
+    tab.until(f"document.querySelectorAll('#{table} tbody tr').length === {count}")
+
+
 def js_text(selector):
     return f"document.querySelector({selector!r}).innerText"
 
 
-def test_a_decision_shows_predicted_beside_actual_seconds_and_why_in_words(feeds, tab):
+def test_decision_shows_predicted_and_actual_seconds_and_why(feeds, tab):
     running = decision(1, end="", actual={}, soonest_other={"node": "b", "ttft_s": 0.2})
     lost = decision(2, reason="less_harm", attempt=1, end="worker_died", actual={})
     feeds.answers["decisions"] = {"decisions": [decision(0), running, lost]}
     tab.open(feeds.url)
-    tab.until("document.querySelectorAll('#decisions tbody tr').length === 3")
+    rows(tab, "decisions", 3)
     newest, waiting, done = (tab.text(f"#decisions tbody tr:nth-child({i})") for i in (1, 2, 3))
     assert "faster load: 600 ms here, 900 ms on b" in done and "+20 %" in done
     assert done.index("600 ms here") < done.index("memory-bound: κ 300 of κ_crit 241")
@@ -290,10 +295,10 @@ def test_a_decision_shows_predicted_beside_actual_seconds_and_why_in_words(feeds
     assert bars == [[13, 40, 13, 13], [13, 27, 13, 13]]
     assert tab.text("#f-error") == "20 %"
     tab.type("#find", "worker_died")
-    tab.until("document.querySelectorAll('#decisions tbody tr').length === 1")
+    rows(tab, "decisions", 1)
 
 
-def test_what_is_paced_or_emulated_is_marked_at_its_node_and_above_all(feeds, tab):
+def test_paced_and_emulated_nodes_are_marked(feeds, tab):
     profile = {"gpu": "H100", "link_name": "PCIe-5", "source": "paced", "dilation": 30}
     paced = node("a", paced=True, emulated_model="llama-3.1-8b", profile=profile)
     broken = node("c", breaker={"state": "half_open", "why": "errors"}, draining=True,
@@ -301,7 +306,7 @@ def test_what_is_paced_or_emulated_is_marked_at_its_node_and_above_all(feeds, ta
     feeds.answers["nodes"] = {"nodes": [paced, node("b", engine="emulated"), broken]}
     feeds.answers["decisions"] = {"decisions": [decision(paced=True)]}
     tab.open(feeds.url)
-    tab.until("document.querySelectorAll('#nodes tbody tr').length === 3")
+    rows(tab, "nodes", 3)
     assert "paced ×30" in tab.text("#nodes tbody tr:nth-child(1)")
     assert "emulated engine" in tab.text("#nodes tbody tr:nth-child(2)")
     assert "paced" in tab.until(js_text("#decisions tbody tr"))
@@ -337,12 +342,12 @@ def test_hostile_names_stay_text(feeds, tab):
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
-def test_64_nodes_fit_a_laptop_and_a_phone_in_light_and_dark(feeds, tab, width, scheme):
+def test_page_fits_64_nodes_on_laptop_and_phone_in_both_themes(feeds, tab, width, scheme):
     feeds.answers["nodes"] = {"nodes": [node(f"gpu-node-{i:02}") for i in range(64)]}
     feeds.answers["decisions"] = {"decisions": [decision(i) for i in range(60)]}
     tab.open(feeds.url, width, prefers_color_scheme=scheme)
-    tab.until("document.querySelectorAll('#nodes tbody tr').length === 64")
-    tab.until("document.querySelectorAll('#decisions tbody tr').length === 60")
+    rows(tab, "nodes", 64)
+    rows(tab, "decisions", 60)
     assert tab.run("document.documentElement.scrollWidth") <= width
     wide = (
         "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth + 1)"
@@ -370,7 +375,7 @@ def contrasts(tab, *selectors):
     )
 
 
-def test_a_key_is_asked_for_kept_in_the_tab_and_sent_to_the_feeds(feeds, tab):
+def test_key_is_asked_for_kept_in_the_tab_and_sent(feeds, tab):
     feeds.key, feeds.tenant_key = "sk-operator", "sk-tenant"
     feeds.answers["nodes"] = {"nodes": [node()]}
     feeds.answers["decisions"] = {"decisions": [decision()]}
@@ -383,7 +388,7 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_sent_to_the_feeds(feeds, tab):
     tab.until("says.textContent.includes('does not know this key')")
     asked = feeds.asked.copy()
     enter(tab, "sk-tenant")
-    tab.until("document.querySelectorAll('#decisions tbody tr').length === 1")
+    rows(tab, "decisions", 1)
     tab.until("state.textContent === 'live' && document.getElementById('nodes-says').textContent")
     assert "for operators only" in tab.text("#nodes-says") and not tab.run("nodes.length")
     # A wrong key is not tried again and again.
@@ -397,7 +402,7 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_sent_to_the_feeds(feeds, tab):
         "location.href + document.documentElement.outerHTML + document.cookie"
     )
     tab.open(feeds.url)
-    tab.until("document.querySelectorAll('#nodes tbody tr').length === 1")
+    rows(tab, "nodes", 1)
     tab.run("document.getElementById('forget').click()")
     tab.until("says.textContent.includes('asks for a key')")
     assert tab.run("sessionStorage.length + document.querySelectorAll('tbody tr').length") == 0
@@ -410,7 +415,7 @@ def enter(tab, key):
     tab.press("Enter")
 
 
-def test_a_server_that_is_gone_or_fails_is_named_with_its_silence_until_it_is_back(feeds, tab):
+def test_lost_server_is_named_with_its_silence_until_it_is_back(feeds, tab):
     feeds.answers["nodes"] = {"nodes": [node()]}
     tab.open(feeds.url)
     tab.until("state.textContent === 'live'")
@@ -435,7 +440,7 @@ def test_a_server_that_is_gone_or_fails_is_named_with_its_silence_until_it_is_ba
     tab.until("wakeAll() || state.textContent === 'live'")
 
 
-def test_a_slow_feed_is_never_asked_again_before_its_answer(feeds, tab):
+def test_slow_feed_is_never_asked_again_before_its_answer(feeds, tab):
     feeds.delay_s = 0.4
     tab.open(feeds.url)
     tab.run(
@@ -448,7 +453,7 @@ def test_a_slow_feed_is_never_asked_again_before_its_answer(feeds, tab):
     assert max(feeds.most.values()) == 1
 
 
-def test_a_night_of_hundreds_of_decisions_a_second_leaves_nothing_behind(feeds, tab):
+def test_hundreds_of_decisions_a_second_leave_nothing_behind(feeds, tab):
     made = iter(range(10**9))
 
     def next_decisions():
@@ -480,11 +485,11 @@ def test_a_night_of_hundreds_of_decisions_a_second_leaves_nothing_behind(feeds, 
     assert float(tab.text("#f-rate").replace("k", "e3")) > 0
 
 
-def test_everything_is_reached_by_keyboard_and_the_stream_can_be_held(feeds, tab):
+def test_page_is_reached_by_keyboard_and_its_stream_held(feeds, tab):
     feeds.answers["decisions"] = lambda: {"decisions": [decision(feeds.asked["decisions"])]}
     tab.open(feeds.url)
     tab.run("feeds.forEach(feed => feed.every_s = 0.05); wakeAll()")
-    tab.until("document.querySelectorAll('#decisions tbody tr').length === 1")
+    rows(tab, "decisions", 1)
     reached = []
     while "pause" not in reached:
         assert len(reached) < 12, reached

@@ -41,7 +41,7 @@ def ask(here):
     return here.ask(messages=said, stream=False, max_tokens=9)
 
 
-async def test_the_worker_is_sent_where_its_peer_can_be_read_and_from_which_token_on(serve):
+async def test_worker_is_sent_its_peer_and_the_tokens_to_read(serve):
     here = await pair(serve)
     answer = await ask(here)
     assert answer.headers["x-kappa-reason"] == "peer_fetch" and here.engines.sent == ["b"]
@@ -54,7 +54,7 @@ async def test_the_worker_is_sent_where_its_peer_can_be_read_and_from_which_toke
     }
 
 
-async def test_a_retry_elsewhere_takes_nothing_of_the_first_try_along(serve):
+async def test_retry_elsewhere_takes_nothing_of_the_first_try_along(serve):
     failing = set()
     here = await pair(serve, failing)
     failing.add("b")
@@ -63,7 +63,7 @@ async def test_a_retry_elsewhere_takes_nothing_of_the_first_try_along(serve):
     assert [body.kv_transfer_params for body in here.engines.bodies][1] is None
 
 
-async def test_nobody_outside_learns_where_a_tier_can_be_read(serve):
+async def test_addresses_of_tiers_are_shown_to_no_client(serve):
     here = await pair(serve)
     answer = await ask(here)
     shown = (await here.client.get("/v1/nodes")).text + (

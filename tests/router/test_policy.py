@@ -1,7 +1,5 @@
 """Each policy on estimates made by hand: whom it picks and what it says."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -35,7 +33,7 @@ def pick(policy, *candidates):
 
 
 @pytest.mark.parametrize(("cached", "bound"), [(2999, COMPUTE), (3000, MEMORY), (0, COMPUTE)])
-def test_a_request_is_memory_bound_from_the_critical_ratio_up(cached, bound):
+def test_request_is_memory_bound_from_the_critical_ratio_up(cached, bound):
     profile = NodeProfile("n", "gpu", "link", 63e9, 1e15, 3e12)
     counts = TokenCounts(0, cached, 100)
     assert PricedWorker("w", profile, counts, 30.0, 0, 0, 0, 0, 0, 0, 0).bound == bound
@@ -51,14 +49,14 @@ def without_it(compute_s=2.0, **parts):
     return candidate(new_tokens=50_100.0, compute_s=compute_s, **parts)
 
 
-def test_threshold_loads_where_the_prefix_is_and_not_behind_the_fastest_link():
+def test_threshold_loads_at_the_holder_not_the_fastest_link():
     # 6.55 GB: 104 ms behind PCIe 5, 15 ms behind a C2C link that does not have them.
     choice = pick(THRESHOLD, holder(load_s=0.104), without_it(h2d_bytes_per_s=450e9))
     assert choice == (0, "memory_bound_soonest_load")
     assert pick(LITERAL, holder(), without_it(h2d_bytes_per_s=450e9))[0] == 1
 
 
-def test_threshold_takes_the_holder_that_has_it_loaded_first_its_queue_included():
+def test_threshold_takes_the_soonest_holder_queue_included():
     quick, queued = holder(load_s=0.03), holder(load_s=0.015, link_backlog_s=0.02)
     assert pick(THRESHOLD, quick, queued)[0] == 0
     assert pick(THRESHOLD, quick, {**queued, "link_backlog_s": 0.014})[0] == 1
@@ -66,7 +64,7 @@ def test_threshold_takes_the_holder_that_has_it_loaded_first_its_queue_included(
     assert pick(THRESHOLD, {**quick, "gpu_backlog_s": 9.0}, queued)[0] == 0
 
 
-def test_threshold_compares_each_workers_ratio_with_its_own_critical_one():
+def test_threshold_compares_each_ratio_with_its_own_critical():
     # 5,000 cached for 100 new: memory-bound above 30, compute-bound below 115.
     pcie = holder(5000, load_s=0.5, compute_s=0.02, kappa_crit=30.0)
     c2c = holder(5000, load_s=0.5, compute_s=0.02, kappa_crit=115.0)
@@ -74,14 +72,14 @@ def test_threshold_compares_each_workers_ratio_with_its_own_critical_one():
     assert pick(THRESHOLD, pcie, {**c2c, "kappa_crit": 50.0, "in_flight": 1})[0] == 0
 
 
-def test_threshold_computes_anew_only_where_that_is_sooner_than_the_load():
+def test_threshold_recomputes_only_where_loading_is_slower():
     assert pick(THRESHOLD, holder(load_s=1.99), without_it(compute_s=2.0))[0] == 0
     jammed = holder(load_s=0.1, link_backlog_s=2.0)
     assert pick(THRESHOLD, jammed, without_it()) == (1, "compute_bound_cheap_compute")
     assert pick(THRESHOLD, jammed, without_it(gpu_backlog_s=0.2))[0] == 0
 
 
-def test_threshold_computes_where_it_is_cheapest_by_price_times_seconds():
+def test_threshold_computes_at_the_least_price_times_seconds():
     # 0.2 s at 9 an hour cost as much as 0.9 s at 2.
     costly, cheap = without_it(0.2, cost_per_hour=9.0), without_it(0.89, cost_per_hour=2.0)
     assert pick(THRESHOLD, costly, cheap) == (1, "compute_bound_cheap_compute")
@@ -89,12 +87,12 @@ def test_threshold_computes_where_it_is_cheapest_by_price_times_seconds():
     assert pick(THRESHOLD, costly, {**cheap, "cost_per_hour": 0.0})[0] == 0
 
 
-def test_threshold_takes_a_worker_with_the_prefix_on_its_device_for_compute_bound():
+def test_threshold_takes_a_device_holder_when_compute_bound():
     resident = candidate(device_tokens=50_000, new_tokens=100, compute_s=0.01)
     assert pick(THRESHOLD, holder(), resident) == (1, "compute_bound_cheap_compute")
 
 
-def test_threshold_keeps_the_fast_link_free_when_nothing_else_differs():
+def test_threshold_keeps_the_fast_link_free_on_a_tie():
     fast = without_it(h2d_bytes_per_s=450e9)
     assert pick(THRESHOLD, fast, without_it())[0] == 1
     assert pick(THRESHOLD, holder(in_flight=1), holder())[0] == 1
@@ -104,20 +102,20 @@ def test_threshold_counts_no_new_token_as_one():
     assert pick(THRESHOLD, holder(40, new=0.0, kappa_crit=30.0))[1] == "memory_bound_soonest_load"
 
 
-def test_the_literal_threshold_sends_memory_bound_requests_to_the_fastest_link():
+def test_literal_threshold_sends_memory_bound_to_the_fast_link():
     slow, fast = candidate(SLOW, cached_tokens=9000), candidate(FAST, gpu_backlog_s=99.0)
     assert pick(LITERAL, slow, fast) == (1, "memory_bound_fast_link")
 
 
-def test_the_literal_threshold_sends_compute_bound_requests_to_the_cheapest_compute():
+def test_literal_threshold_sends_compute_bound_to_the_cheapest():
     costly, cheap = candidate(node(FAST["h2d_bytes_per_s"], cost=9)), candidate(node(cost=2))
     assert pick(LITERAL, costly, cheap) == (1, "compute_bound_cheap_compute")
     twice_as_fast = candidate(node(flops=2e15, cost=3))
     assert pick(LITERAL, cheap, twice_as_fast)[0] == 1
 
 
-def test_the_literal_threshold_takes_the_ratio_at_the_worker_that_holds_most():
-    # Memory-bound on the fast node, which holds little; compute-bound where most of it is.
+def test_literal_threshold_takes_the_ratio_of_the_best_holder():
+    # Memory-bound on the fast node, which holds little; compute-bound where most is cached.
     little = candidate(FAST, cached_tokens=500, kappa_crit=1.0)
     most = candidate(SLOW, cached_tokens=2000, kappa_crit=50.0)
     assert pick(LITERAL, little, most)[1] == "compute_bound_cheap_compute"
@@ -125,14 +123,14 @@ def test_the_literal_threshold_takes_the_ratio_at_the_worker_that_holds_most():
 
 
 @pytest.mark.parametrize("cached", [0, 9000])
-def test_the_literal_threshold_breaks_ties_by_backlog_then_by_requests(cached):
+def test_literal_threshold_ties_go_by_backlog_then_requests(cached):
     busy = candidate(cached_tokens=cached, gpu_backlog_s=2.0)
     idle = candidate(cached_tokens=cached, gpu_backlog_s=1.0, in_flight=5)
     assert pick(LITERAL, busy, idle)[0] == 1
     assert pick(LITERAL, idle, {**idle, "in_flight": 4})[0] == 1
 
 
-def test_the_literal_threshold_counts_a_single_new_token_as_one():
+def test_literal_threshold_counts_a_single_new_token_as_one():
     # 300 cached tokens for 1 new one: a ratio of 300, above the critical 200.
     one = {"cached_tokens": 300, "new_tokens": 1, "kappa_crit": 200}
     chosen = policy_named("threshold_literal").choose(
@@ -141,11 +139,11 @@ def test_the_literal_threshold_counts_a_single_new_token_as_one():
     assert (chosen.index, chosen.reason) == (1, "memory_bound_fast_link")
 
 
-def test_the_literal_threshold_keeps_the_fast_link_free_when_nothing_else_differs():
+def test_literal_threshold_keeps_the_fast_link_free_on_a_tie():
     assert pick(LITERAL, candidate(FAST), candidate(SLOW))[0] == 1
 
 
-def test_a_missing_price_is_not_a_price_of_zero():
+def test_missing_price_is_not_a_price_of_zero():
     priced = candidate(node(cost=2.0))
     unpriced = candidate(node(), gpu_backlog_s=5.0)
     assert pick(LITERAL, unpriced, priced)[0] == 1
@@ -153,11 +151,7 @@ def test_a_missing_price_is_not_a_price_of_zero():
 
 @pytest.mark.parametrize(
     ("part", "reason"),
-    [
-        ("ttft_s", "shorter_queue"),
-        ("load_s", "faster_load"),
-        ("compute_s", "less_compute"),
-    ],
+    [("ttft_s", "shorter_queue"), ("load_s", "faster_load"), ("compute_s", "less_compute")],
 )
 def test_ttft_takes_the_least_and_names_what_set_it_apart(part, reason):
     rest = {"load_s": 1.0, "compute_s": 1.0, "ttft_s": 3.0}
@@ -185,7 +179,7 @@ def test_ttft_ties_go_to_fewer_requests_then_the_faster_link():
     assert pick(TTFT, b, candidate(FAST, in_flight=1)) == (1, "tie")
 
 
-def test_a_tie_of_sums_is_a_tie_whatever_the_parts():
+def test_tie_of_sums_is_a_tie_whatever_the_parts():
     loads = candidate(ttft_s=3.0, load_s=2.0, compute_s=1.0)
     computes = candidate(ttft_s=3.0, load_s=1.0, compute_s=2.0, in_flight=1)
     assert pick(TTFT, loads, computes) == (0, "tie")
@@ -198,13 +192,13 @@ def test_least_backlog_looks_at_nothing_else():
 
 
 @pytest.mark.parametrize("policy", [THRESHOLD, LITERAL, TTFT, BACKLOG])
-def test_a_single_worker_is_chosen_with_a_reason(policy):
+def test_single_worker_is_chosen_with_a_reason(policy):
     index, reason = pick(policy, candidate(cached_tokens=50, ttft_s=1.0))
     assert index == 0 and reason
     assert policy is not TTFT or reason == "only_worker"
 
 
-def test_an_unknown_policy_is_refused_with_the_known_ones():
+def test_unknown_policy_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"'fastest'.*least_backlog.*threshold.*ttft"):
         policy_named("fastest")
 
@@ -220,13 +214,13 @@ def test_priced_waits_for_its_cache_where_ttft_recomputes():
     assert pick(PRICED, holder, other)[0] == 0
 
 
-def test_priced_recomputes_when_the_wait_costs_more_than_the_waste():
+def test_priced_recomputes_when_waiting_costs_more_than_waste():
     holder = busy(ttft_s=90.0, new_tokens=100, work_s=0.01)
     other = busy(ttft_s=3.0, new_tokens=50_000, work_s=3.0)
     assert pick(PRICED, holder, other)[0] == 1
 
 
-def test_priced_charges_nothing_for_work_that_must_be_done_anyway():
+def test_priced_charges_nothing_for_work_that_must_be_done():
     rng = np.random.default_rng(3)
     for _ in range(50):
         rows = [
@@ -254,7 +248,7 @@ def score(*workers):
     return score
 
 
-def test_wasted_work_costs_what_a_queue_of_that_load_makes_others_wait():
+def test_wasted_work_costs_the_wait_that_it_causes():
     # Means over both: use 0.4, 4 prompts a second, a queue of 0.4 s; a price of 4 / 0.6 = 6.667.
     # Short: computes no more than it must: 1 + 0.1 = 1.1.
     # Long: half of its 0.4 s is waste: 0.2 x (0.2 + 0.4) x 6.667 = 0.8; those beside it
@@ -262,14 +256,14 @@ def test_wasted_work_costs_what_a_queue_of_that_load_makes_others_wait():
     assert score(SHORT, LONG) == pytest.approx([1.1, 3.01])
 
 
-def test_beyond_full_use_the_price_of_waste_rises_no_more():
+def test_price_of_waste_rises_no_more_beyond_full_use():
     # Use of 0.95 at most: 4 / 0.05 = 80, so the waste costs 0.12 x 80 = 9.6 instead of 0.8.
     fuller = score({**SHORT, "gpu_use": 0.95}, {**LONG, "gpu_use": 0.95})
     assert fuller == pytest.approx([1.1, 3.01 - 0.8 + 9.6])
     assert score({**SHORT, "gpu_use": 3.0}, {**LONG, "gpu_use": 7.0}) == pytest.approx(fuller)
 
 
-def test_a_transfer_costs_those_who_fetch_after_it():
+def test_transfer_costs_those_who_fetch_after_it():
     # 2 loads a second on average: 2 s moved behind 0.5 s of queue cost 2 x 2 x (0.5 + 2) = 10 s.
     made = estimates(
         {"loads_per_s": 1.0, "net_backlog_s": 0.5}, {"loads_per_s": 3.0, "net_backlog_s": 9.0}
@@ -279,7 +273,7 @@ def test_a_transfer_costs_those_who_fetch_after_it():
 
 
 def fetching(tokens, ttft_s, fetch_s=0.1, **others):
-    """Two workers; the second, costly by itself, could first fetch so many more of 500 tokens."""
+    """Two workers; the second, costly by itself, could first fetch `tokens` on top of 500."""
     made = estimates(SHORT, {**LONG, "cached_tokens": 500}, now_s=0.0)
     made.fetching = estimates(
         SHORT, {**LONG, "ttft_s": ttft_s, "cached_tokens": 500 + tokens} | others
@@ -290,8 +284,8 @@ def fetching(tokens, ttft_s, fetch_s=0.1, **others):
     return made
 
 
-def test_a_fetch_that_is_cheaper_than_every_worker_without_one_is_chosen():
-    # Without: 1.1 and 3.01. With: 0.5 + 0.21 = 0.71 and nobody else loads.
+def test_fetch_is_chosen_when_cheaper_than_every_worker():
+    # Without: 1.1 and 3.01. With: 0.5 + 0.21 = 0.71 and no other loads.
     chosen = Priced(fetches=True).choose(fetching(tokens=256, ttft_s=0.5))
     assert (chosen.index, chosen.reason) == (1, "peer_fetch")
     assert chosen.fetch is not None
@@ -314,6 +308,6 @@ def test_a_fetch_that_is_cheaper_than_every_worker_without_one_is_chosen():
         ),
     ],
 )
-def test_no_fetch(offered):
+def test_fetch_is_not_chosen_when_it_gains_nothing(offered):
     chosen = Priced(fetches=True).choose(offered)
     assert chosen.index == 0 and chosen.fetch is None

@@ -1,7 +1,5 @@
 """The workers of one model: who may join, what they hold, and what other deciders sent them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -46,7 +44,7 @@ def empty(made, now_s=1.0):
 # -- workers ------------------------------------------------------------------------------------
 
 
-def test_the_first_worker_sets_what_the_pool_serves():
+def test_first_worker_sets_what_the_pool_serves():
     made = router("a")
     with pytest.raises(MismatchError, match=r"worker b has fingerprint g, the pool f"):
         made.join(announcement("b", fingerprint="g"), 0.0)
@@ -56,12 +54,12 @@ def test_the_first_worker_sets_what_the_pool_serves():
     assert made.hasher.block_tokens == 32
 
 
-def test_a_worker_with_other_blocks_is_refused_whatever_its_fingerprint():
+def test_worker_of_other_blocks_is_refused_with_any_fingerprint():
     with pytest.raises(MismatchError, match="32"):
         router("a").join(announcement("b", block_tokens=32), 0.0)
 
 
-def test_a_worker_that_leaves_takes_reservations_and_blocks_along():
+def test_worker_that_leaves_takes_its_requests_and_blocks():
     made = router("a", "b")
     made.blocks([stored("a", prompt(160)), stored("b", prompt(160))])
     for i in range(6):
@@ -84,7 +82,7 @@ def test_blocks_of_a_worker_that_is_gone_are_not_kept():
     assert made.index.workers() == ("b",)
 
 
-def test_a_worker_that_comes_back_finds_its_forecast_empty():
+def test_worker_that_comes_back_finds_its_forecast_empty():
     made = router("a")
     made.workers["a"].queue.submit(EngineJob("r", 1.0, 0, 0, 10, 10), 1.0)
     made.leave("a")
@@ -92,7 +90,7 @@ def test_a_worker_that_comes_back_finds_its_forecast_empty():
     assert len(made.workers["a"].queue) == 0
 
 
-def test_a_report_is_a_sign_of_life_and_corrects_the_forecast():
+def test_report_is_a_sign_of_life_and_corrects_the_forecast():
     made = router("a")
     state = made.workers["a"]
     for name in "rs":
@@ -102,7 +100,7 @@ def test_a_report_is_a_sign_of_life_and_corrects_the_forecast():
     assert state.seen_s == 1.001
     jobs = state.queue._jobs
     assert (jobs["r"].footprint_tokens, jobs["s"].decoding) == (128 + 100, True)
-    made.report(report("nobody"), 9.0)
+    made.report(report("unknown"), 9.0)
     assert state.seen_s == 1.001
 
 
@@ -113,7 +111,7 @@ TOKENS = np.arange(BLOCKS * SIZE + 5)
 
 
 def sharing(*servers):
-    """A router whose workers w0, w1, ... have these servers ("": none) as their host tiers."""
+    """A router of workers w0, w1, ... with these servers ("": none) as their host tiers."""
     return router(
         *(announcement(f"w{i}", tier="lmcache" if s else "own", shared_tier=s)
           for i, s in enumerate(servers)), forecast=False,
@@ -130,15 +128,15 @@ def hold(made, worker, blocks, first=0, tier="host"):
     made.index.hold(worker, tier, hashes[first : first + blocks])
 
 
-def test_a_worker_that_never_saw_a_prompt_is_priced_with_what_its_server_has():
+def test_worker_is_priced_with_what_its_server_has():
     made = sharing("s", "s", "")
     hold(made, "w0", BLOCKS)
     assert cached(made) == [320, 320, 0]
     made.index.drop("w0", "host", made.hasher.prefix_hashes(TOKENS)[-5:])
-    assert cached(made) == [240, 240, 0], "what left the server counts for nobody"
+    assert cached(made) == [240, 240, 0], "blocks that left the server count for none"
 
 
-def test_what_is_on_a_device_is_in_the_server_too_behind_each_ones_own():
+def test_server_has_device_blocks_behind_each_workers_own():
     made = sharing("s", "s")
     hold(made, "w0", 8, tier="device")
     hold(made, "w0", 2, first=8)
@@ -146,14 +144,14 @@ def test_what_is_on_a_device_is_in_the_server_too_behind_each_ones_own():
     assert cached(made) == [32, 96]
 
 
-def test_servers_are_kept_apart_and_a_tier_of_ones_own_is_nobody_elses():
+def test_servers_are_kept_apart_and_own_tiers_unshared():
     made = sharing("s", "s", "t", "t", "")
     hold(made, "w0", 6)
     hold(made, "w2", 4)
     assert cached(made) == [96, 96, 64, 64, 0]
 
 
-def test_a_worker_that_left_its_server_or_the_cluster_shares_no_more():
+def test_worker_that_left_its_server_shares_no_more():
     made = sharing("s", "s", "s")
     hold(made, "w0", 6)
     made.join(announcement("w1"), 0.0)
@@ -163,7 +161,7 @@ def test_a_worker_that_left_its_server_or_the_cluster_shares_no_more():
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4))
-def test_all_of_a_server_reach_as_far_and_nobody_holds_less(held):
+def test_workers_of_a_server_reach_as_far_and_hold_no_less(held):
     made = sharing(*["s"] * len(held))
     for i, (device, host) in enumerate(held):
         hold(made, f"w{i}", device, tier="device")
@@ -203,7 +201,7 @@ def test_remote_request_is_worth_what_the_same_one_of_ours_is(forecast):
     assert others.backlogs_s(1.0)["a"] == pytest.approx(ours.backlogs_s(1.0)["a"])
 
 
-def test_a_request_of_ones_own_is_not_taken_for_another_decider():
+def test_own_request_is_not_taken_for_another_deciders():
     made = router("a")
     made.route(ask("r"), 1.0)
     before = made.backlogs_s(1.0)
@@ -216,7 +214,7 @@ def test_a_request_of_ones_own_is_not_taken_for_another_decider():
     assert empty(made)
 
 
-def test_one_that_comes_back_under_an_id_of_another_decider_is_reserved_once():
+def test_id_of_another_decider_that_comes_here_is_reserved_once():
     made = router("a")
     made.report(report(arrived=(arrival("r"),)), 1.0)
     made.route(ask("r"), 1.0)
@@ -224,13 +222,13 @@ def test_one_that_comes_back_under_an_id_of_another_decider_is_reserved_once():
     assert made.in_flight == 0 and empty(made)
 
 
-def test_a_report_of_all_in_flight_replaces_what_was_known():
+def test_report_of_all_in_flight_replaces_what_was_known():
     made = router("a", "b")
     made.report(report(arrived=(arrival("gone"), arrival("stays"))), 1.0)
     made.report(report("b", arrived=(arrival("elsewhere"),)), 1.0)
     made.report(report(in_flight=(arrival("stays"), arrival("new", prefilled=True))), 1.0)
     assert (made.remote_in_flight_on("a"), made.remote_in_flight_on("b")) == (2, 1)
-    # One whose prompt is done is no backlog any more.
+    # A request is no backlog once its prompt is done.
     only_one = router("a", "b")
     only_one.report(report(arrived=(arrival("stays"),)), 1.0)
     assert made.backlogs_s(1.0)["a"] == pytest.approx(only_one.backlogs_s(1.0)["a"])
@@ -238,7 +236,7 @@ def test_a_report_of_all_in_flight_replaces_what_was_known():
     assert made.remote_in_flight_on("a") == 0 and made.backlogs_s(1.0)["a"] == (0.0, 0.0)
 
 
-def test_an_id_that_two_workers_report_is_counted_once_and_ends_where_it_began():
+def test_id_that_two_workers_report_counts_once_where_it_began():
     made = router("a", "b")
     made.report(report("a", arrived=(arrival("r"),)), 1.0)
     made.report(report("b", arrived=(arrival("r"),)), 1.0)
@@ -249,7 +247,7 @@ def test_an_id_that_two_workers_report_is_counted_once_and_ends_where_it_began()
 
 
 @pytest.mark.parametrize("how", ["leave", "invalidate"])
-def test_a_worker_that_goes_takes_the_others_requests_along(how):
+def test_worker_that_goes_takes_the_others_requests_along(how):
     made = router("a", "b")
     made.report(report(arrived=(arrival("r"), arrival("s"))), 1.0)
     made.leave("a") if how == "leave" else made.invalidate("a", 1.0)
@@ -257,16 +255,16 @@ def test_a_worker_that_goes_takes_the_others_requests_along(how):
     if how == "invalidate":
         assert made.backlogs_s(1.0)["a"] == (0.0, 0.0)
         made.report(report(in_flight=(arrival("r"),)), 1.0)
-        assert made.remote_in_flight_on("a") == 1, "reported anew, known anew"
+        assert made.remote_in_flight_on("a") == 1, "reported again, known again"
 
 
-def test_an_uninformed_request_of_another_decider_counts_as_one_in_flight():
+def test_uninformed_request_of_another_decider_counts_as_one():
     made = router("a", "b")
     made.report(report(arrived=(Arrival("r"),)), 1.0)
     assert made.explain(ask("x"), 1.0).worker == "b"
 
 
-def test_what_a_former_worker_says_of_a_request_tried_elsewhere_is_not_believed():
+def test_former_workers_word_on_a_moved_request_is_not_believed():
     made = router("a", "b")
     first = made.route(ask("r"), 1.0).worker
     second = ({"a", "b"} - {first}).pop()
@@ -277,7 +275,7 @@ def test_what_a_former_worker_says_of_a_request_tried_elsewhere_is_not_believed(
 
 
 @pytest.mark.parametrize("wrong", [{"new_tokens": -1}, {"host_tokens": 1.5}, {"max_tokens": "9"}])
-def test_an_arrival_that_counts_nonsense_is_refused(wrong):
+def test_arrival_that_counts_nonsense_is_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         WorkerReport.from_dict(report().to_dict() | {"arrived": [{"request_id": "r", **wrong}]})
 
@@ -335,7 +333,7 @@ def waits_s(count, *, reporting=True, spread=True, forecast=False, delay_s=0.002
 
 
 @pytest.mark.parametrize("forecast", [True, False])
-def test_routers_that_know_of_each_other_queue_less_than_those_that_do_not(forecast):
+def test_routers_that_know_each_other_queue_less(forecast):
     def mean_s(count, **options):
         return float(np.mean(waits_s(count, forecast=forecast, **options)))
 

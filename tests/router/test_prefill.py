@@ -15,7 +15,8 @@ from kappa_router.cluster.prefill import hands_over
 from kappa_router.decision import PricedWorker, RouteRequest
 from kappa_router.recording import _request_in, _request_out
 from tests.router import building
-from tests.router.scripted import Whole, announcement, code, until
+from tests.router.patience import until
+from tests.router.scripted import Whole, announcement, code, crowd
 
 pytestmark = pytest.mark.ray
 
@@ -45,7 +46,7 @@ def priced(ttft_s, cached=0.0, new=1000.0):
         (priced(1.0, new=100.0), priced(0.0), 1, 0, True),
     ],
 )
-def test_a_long_compute_bound_prompt_goes_where_its_first_token_comes_sooner(
+def test_prompt_is_handed_over_where_its_first_token_is_sooner(
     here, there, dilation, tokens, worth_it
 ):
     node = replace(node_profile("pcie"), dilation=dilation, source="paced")
@@ -53,7 +54,7 @@ def test_a_long_compute_bound_prompt_goes_where_its_first_token_comes_sooner(
     assert hands_over(NETWORK, here, there, to, tokens) is worth_it
 
 
-def test_what_is_handed_over_need_not_be_computed_and_is_recorded():
+def test_handed_tokens_need_no_computing_and_are_recorded():
     router, tokens = building.router("a"), np.arange(640)
     fresh = router.explain(RouteRequest("r", tokens), 0.0).chosen
     request = RouteRequest("r", tokens, handed_tokens=640)
@@ -114,9 +115,7 @@ def handed(place=PLACE):
 
 
 def counted(live, where):
-    lines = live.metrics.exposition().decode().splitlines()
-    (line,) = [line for line in lines if f'kappa_prefills_total{{where="{where}"}}' in line]
-    return float(line.split()[-1])
+    return building.sample(live, f'kappa_prefills_total{{where="{where}"}}')
 
 
 async def check_nothing_is_left(here):
@@ -124,7 +123,7 @@ async def check_nothing_is_left(here):
     assert len(here.live.members.waits) == 0
 
 
-async def test_a_long_prompt_is_computed_elsewhere_and_its_kv_taken_over(cluster):
+async def test_long_prompt_is_computed_elsewhere_and_its_kv_taken(cluster):
     here = await cluster(handed())
     answer = await ask(here)
     assert answer.status_code == 200 and answer.headers["x-kappa-node"] == "d"
@@ -141,14 +140,14 @@ async def test_a_long_prompt_is_computed_elsewhere_and_its_kv_taken_over(cluster
     assert decode.decision.chosen.ttft_s < prefill.decision.chosen.compute_s * 10
 
 
-async def test_a_short_prompt_stays(cluster):
+async def test_short_prompt_stays(cluster):
     here = await cluster(handed())
     assert (await ask(here, "hello")).status_code == 200
     assert here.engines.sent == ["d"] and counted(here.live, "kept") == 1
     assert here.engines.bodies[0].kv_transfer_params is None
 
 
-async def test_a_prefill_worker_decodes_for_nobody_and_a_slower_one_prefills_for_nobody(cluster):
+async def test_prefill_worker_never_decodes_and_a_slower_one_gets_none(cluster):
     here = await cluster(handed(), (("p", "prefill", 1e-4),))
     assert (await ask(here)).status_code == 503
     await check_nothing_is_left(here)
@@ -158,7 +157,7 @@ async def test_a_prefill_worker_decodes_for_nobody_and_a_slower_one_prefills_for
 
 
 @pytest.mark.parametrize("answer", [RuntimeError("gone"), handed(None)])
-async def test_what_fails_elsewhere_is_computed_here(cluster, answer):
+async def test_failed_prefill_is_computed_at_the_decoder(cluster, answer):
     here = await cluster(answer)
     assert (await ask(here)).status_code == 200
     assert here.engines.sent == ["p", "d"]
@@ -167,7 +166,7 @@ async def test_what_fails_elsewhere_is_computed_here(cluster, answer):
     await check_nothing_is_left(here)
 
 
-async def test_a_deadline_that_passes_in_a_prefill_says_nothing_of_its_worker(cluster):
+async def test_deadline_in_a_prefill_says_nothing_of_its_worker(cluster):
     here = await cluster(asyncio.Event())
     for _ in range(6):
         answer = await ask(here, headers={"x-kappa-deadline-ms": "150"})
@@ -178,7 +177,7 @@ async def test_a_deadline_that_passes_in_a_prefill_says_nothing_of_its_worker(cl
     await check_nothing_is_left(here)
 
 
-async def test_a_prefill_worker_that_is_lost_is_not_waited_for(cluster):
+async def test_prefill_worker_that_is_lost_is_not_waited_for(cluster):
     here = await cluster(asyncio.Event())
     asking = asyncio.create_task(ask(here))
     await until(lambda: here.engines.sent)
@@ -189,7 +188,7 @@ async def test_a_prefill_worker_that_is_lost_is_not_waited_for(cluster):
     await check_nothing_is_left(here)
 
 
-async def test_a_clients_id_cannot_be_that_of_anothers_prefill(cluster):
+async def test_clients_id_cannot_be_that_of_anothers_prefill(cluster):
     here = await cluster(handed())
     here.answers["d"] = asyncio.Event()
     asking = [asyncio.create_task(ask(here, "hello", headers={"x-request-id": "x-prefill"}))]
@@ -203,19 +202,18 @@ async def test_a_clients_id_cannot_be_that_of_anothers_prefill(cluster):
     await here.idle()
 
 
-async def test_a_request_that_was_alone_in_a_prefill_engine_that_died_goes_nowhere_else(cluster):
+async def test_request_alone_in_a_dead_prefill_engine_goes_nowhere(cluster):
     here = await cluster(EngineDiedError("p"))
     assert code(await ask(here), 503) == "engine_died"
     assert here.engines.sent == ["p"]
     await check_nothing_is_left(here)
 
 
-async def test_one_that_was_among_others_there_is_tried_once_more_and_no_third_time(cluster):
+async def test_request_among_others_there_is_tried_only_once_more(cluster):
     workers = [("p", "prefill", 1e-4), ("d", "decode", 1e-2), ("e", "decode", 1e-2)]
     here = await cluster(EngineDiedError("p"), workers)
     here.answers["d"] = here.answers["e"] = EngineDiedError("decoder")
-    for worker, *_ in workers:
-        here.live.suspects.ended(worker, here.live.now_s())
+    crowd(here.live)
     assert code(await ask(here), 422) == "killed_an_engine"
     first, second = here.engines.sent
     assert first == "p" and second in "de"

@@ -11,7 +11,7 @@ SECRET = secret_from_seed("tests")
 TOKENS = st.lists(st.integers(0, 200_000), max_size=60)
 
 
-def test_one_hash_per_full_block():
+def test_hashes_are_one_per_full_block():
     hasher = PrefixHasher(16, SECRET)
     assert hasher.prefix_hashes([]).shape == (0,)
     assert hasher.prefix_hashes(list(range(15))).shape == (0,)
@@ -42,7 +42,7 @@ def test_long_prompts_are_hashed_in_pieces_that_fit_together():
 
 @given(TOKENS, st.integers(1, 5), st.integers(0, 20), st.integers(0, 2**64 - 1))
 @settings(max_examples=200, deadline=None)
-def test_extending_any_prefix_by_its_hash_equals_hashing_from_the_start(tokens, size, cut, salt):
+def test_extending_a_prefix_equals_hashing_from_the_start(tokens, size, cut, salt):
     hasher = PrefixHasher(size, SECRET)
     whole = hasher.prefix_hashes(tokens, salt).tolist()
     cut = min(cut, len(whole))
@@ -94,7 +94,7 @@ def test_bits_look_random():
     assert len(np.unique(hashes)) == 20_000
 
 
-def test_salts():
+def test_salts_differ_by_tenant_and_adapter():
     assert salt_of(None) == salt_of("") == 0
     salts = [salt_of("a"), salt_of("b"), salt_of(None, "a"), salt_of("a", "b"), salt_of("ab")]
     assert len(set(salts)) == 5 and 0 not in salts
@@ -110,12 +110,12 @@ def test_values_are_the_same_on_every_machine():
 
 
 @pytest.mark.parametrize("bad", [np.zeros((2, 2), dtype=int), [0.5, 1.0], ["a"]])
-def test_refuses_what_are_not_tokens(bad):
+def test_hasher_refuses_what_are_not_tokens(bad):
     with pytest.raises(ValueError, match="one-dimensional run of integers"):
         PrefixHasher(2, SECRET).prefix_hashes(bad)
 
 
-def test_refuses_bad_parameters():
+def test_hasher_refuses_bad_parameters():
     with pytest.raises(ValueError, match="block_tokens"):
         PrefixHasher(0, SECRET)
     with pytest.raises(ValueError, match="64 unsigned bits"):

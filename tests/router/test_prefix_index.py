@@ -171,7 +171,7 @@ def check_rows(index):
 
 @given(HISTORY)
 @settings(max_examples=30, deadline=None)
-def test_equals_a_linear_scan_after_any_history(history):
+def test_index_equals_a_linear_scan_after_any_history(history):
     index, models = PrefixIndex(HASHER, 100_000), {}
     for op in history:
         apply(index, models, op)
@@ -193,7 +193,7 @@ def test_equals_a_linear_scan_after_any_history(history):
 
 @given(HISTORY, st.integers(1, 60))
 @settings(max_examples=30, deadline=None)
-def test_a_small_index_knows_less_but_nothing_untrue(history, bound):
+def test_small_index_knows_less_but_nothing_untrue(history, bound):
     index, truth = PrefixIndex(HASHER, bound), {}
     for op in history:
         apply(index, truth, op)
@@ -225,7 +225,7 @@ def test_host_run_starts_where_the_device_run_ends():
     assert match(index, A + B + C + D) == Match(0, 0)
 
 
-def test_blocks_on_disk_continue_a_run_and_are_counted_where_they_are_there_alone():
+def test_disk_blocks_continue_a_run_and_count_where_alone():
     index = PrefixIndex(HASHER, 100)
     for worker in ("w", "plain"):
         index.handle(stored(A + B + C + D, worker))
@@ -243,7 +243,7 @@ def test_blocks_on_disk_continue_a_run_and_are_counted_where_they_are_there_alon
     assert match(index, A + B + C + D, "plain") == Match(4, 0)
 
 
-def test_a_place_that_a_disks_user_has_left_serves_one_without():
+def test_place_that_a_disks_user_has_left_serves_one_without():
     index = PrefixIndex(HASHER, 100)
     index.hold("w", "disk", HASHER.prefix_hashes(A + B))
     assert match(index, A + B) == Match(0, 2, 2)
@@ -253,7 +253,7 @@ def test_a_place_that_a_disks_user_has_left_serves_one_without():
     assert not index._holders.disk_users
 
 
-def test_a_hole_hides_what_follows_until_it_is_filled():
+def test_hole_hides_what_follows_until_it_is_filled():
     index = PrefixIndex(HASHER, 100)
     index.handle(stored(A + B + C))
     index.handle(removed(A + B))
@@ -262,7 +262,7 @@ def test_a_hole_hides_what_follows_until_it_is_filled():
     assert match(index, A + B + C) == Match(3, 0)
 
 
-def test_a_host_block_of_unknown_salt_is_counted_not_guessed():
+def test_host_block_of_unknown_salt_is_counted_not_guessed():
     index = PrefixIndex(HASHER, 100)
     index.handle(stored(A + B, tier="host"))
     assert match(index, A + B) == Match(0, 0)
@@ -271,7 +271,7 @@ def test_a_host_block_of_unknown_salt_is_counted_not_guessed():
     assert match(index, A + B) == Match(0, 2)
 
 
-def test_a_host_block_never_seen_on_the_device_follows_a_known_parent():
+def test_unseen_host_block_follows_a_known_parent():
     index = PrefixIndex(HASHER, 100)
     index.handle(stored(A))
     index.handle(stored(A + B, tier="host"))
@@ -297,7 +297,7 @@ def test_blocks_of_an_unknown_parent_are_counted_and_not_matched():
     assert index.stats()["blocks"] == 0
 
 
-def test_a_reset_forgets_blocks_and_a_worker_that_is_gone_is_unlisted():
+def test_reset_forgets_blocks_and_a_gone_worker_is_unlisted():
     index = PrefixIndex(HASHER, 100)
     index.handle(stored(A + B, "a"))
     index.handle(stored(A + B, "b"))
@@ -310,7 +310,7 @@ def test_a_reset_forgets_blocks_and_a_worker_that_is_gone_is_unlisted():
     assert index.workers() == ("a",)
 
 
-def test_a_second_name_for_one_block_is_ignored():
+def test_second_name_for_one_block_is_ignored():
     index = PrefixIndex(HASHER, 100)
     index.handle(stored(A))
     index.handle(BlocksStored("w", "device", (1,), None, A, SIZE, 0))
@@ -332,14 +332,14 @@ def test_least_recently_used_leaves_go_first():
     assert index.stats()["evicted"] == 2
 
 
-def test_a_run_longer_than_the_bound_keeps_its_head():
+def test_run_longer_than_the_bound_keeps_its_head():
     index = PrefixIndex(HASHER, 3)
     index.handle(stored(A + B + C + D + A))
     assert match(index, A + B + C + D + A) == Match(3, 0)
     assert index.stats()["refused"] == 2
 
 
-def test_what_no_tier_holds_goes_before_what_is_held():
+def test_unheld_blocks_go_before_held_ones():
     index = PrefixIndex(HASHER, 8)
     index.handle(stored(A + B + C))
     index.handle(removed(A + B + C))
@@ -350,7 +350,7 @@ def test_what_no_tier_holds_goes_before_what_is_held():
     assert index.stats()["unheld"] == 0 and index.stats()["blocks"] == 8
 
 
-def test_another_block_size_is_rejected_as_a_whole():
+def test_event_of_another_block_size_is_rejected_whole():
     index = PrefixIndex(HASHER, 100)
     event = BlocksStored("w7", "device", (1,), None, (1, 2, 3, 4), 4, 0)
     with pytest.raises(ValueError, match=r"w7 stores blocks of 4 tokens.*blocks of 2"):
@@ -378,7 +378,7 @@ def test_idle_names_are_dropped_first():
 
 
 @pytest.mark.parametrize(("workers", "copies"), [(1, 1), (16, 1), (16, 3)])
-def test_less_than_64_bytes_a_block_everything_counted(workers, copies):
+def test_block_takes_less_than_64_bytes_in_all(workers, copies):
     """A block counts once for each worker that has it, since each has a name for it."""
     bound, run, rng = 100_000, 250, np.random.default_rng(0)
     HASHER.prefix_hashes(range(run * SIZE))
@@ -407,8 +407,8 @@ def test_blocks_of_thousands_of_salts_stay_apart():
     assert match(index, A + B + C, salt=3999) == Match(2, 0)
 
 
-def test_blocks_after_a_second_name_are_left_out_up_to_a_known_block():
-    # The engine names block A anew (1), names A+B as before, and brings C behind it.
+def test_blocks_behind_a_second_name_are_skipped_until_a_known():
+    # The engine gives block A a new name (1), names A+B as before, and brings C behind it.
     index = PrefixIndex(HASHER, 100)
     index.handle(stored(A + B))
     run = (1, name(A + B), name(A + B + C))
@@ -421,7 +421,7 @@ def test_blocks_after_a_second_name_are_left_out_up_to_a_known_block():
     assert index.stats()["ambiguous"] == 3
 
 
-def test_each_device_copy_needs_a_removal_of_its_own():
+def test_device_copies_each_need_their_own_removal():
     index = PrefixIndex(HASHER, 100)
     for _ in range(3):
         index.handle(stored(A + B + C + D))
@@ -467,7 +467,7 @@ def group(event, number, last_tokens=1, **more):
     return replace(event, group=number, last_tokens=last_tokens, token_ids=(), **more)
 
 
-def test_a_hit_ends_where_all_groups_have_what_they_need():
+def test_hit_ends_where_all_groups_have_what_they_need():
     index = PrefixIndex(HASHER, 100)
     index.handle(stored(A + B + C + D))
     index.handle(group(stored(A + B), 1))
@@ -484,7 +484,7 @@ def test_a_hit_ends_where_all_groups_have_what_they_need():
     check_rows(index)
 
 
-def test_a_hit_in_host_ends_where_all_groups_have_what_they_need():
+def test_hit_in_host_ends_where_all_groups_have_what_they_need():
     index = PrefixIndex(HASHER, 100)
     for tier in ("device", "host"):
         index.handle(stored(A + B + C + D, tier=tier))
@@ -496,7 +496,7 @@ def test_a_hit_in_host_ends_where_all_groups_have_what_they_need():
     assert match(index, A + B + C + D) == Match(2, 0)
 
 
-def test_each_rank_is_a_cache_and_the_best_counts():
+def test_ranks_are_caches_of_which_the_best_counts():
     index = PrefixIndex(HASHER, 100)
     index.handle(replace(stored(A + B), rank=1))
     index.handle(stored(A))

@@ -77,7 +77,7 @@ def test_hold_and_drop_equal_a_linear_scan(seed):
 
 @given(st.integers(0, 2**32), st.integers(1, 200))
 @settings(max_examples=30, deadline=None)
-def test_a_bounded_index_forgets_but_never_claims_too_much(seed, bound):
+def test_bounded_index_forgets_but_never_claims_too_much(seed, bound):
     index, truth = PrefixIndex(HASHER, bound), Presence()
 
     def check(answers, prompt):
@@ -91,14 +91,14 @@ def test_a_bounded_index_forgets_but_never_claims_too_much(seed, bound):
     check_rows(index)
 
 
-def test_a_worker_has_a_column_before_it_holds_anything():
+def test_worker_has_a_column_before_it_holds_anything():
     index = PrefixIndex(HASHER, 10_000)
     column = index.column("stranger")
     assert column == index.column("stranger")
     assert index.match_columns(np.arange(1, 50, dtype=np.uint64))[:, column].tolist() == [0, 0, 0]
 
 
-def test_a_prompt_whose_holders_change_at_every_block_is_followed_to_its_end():
+def test_prompt_with_ever_new_holders_is_followed_to_its_end():
     # More changes than one walk returns, and more sets than one tally counts.
     index, blocks = PrefixIndex(HASHER, 10_000), 700
     prompt = np.random.default_rng(1).integers(1, 2**64, blocks, dtype=np.uint64)
@@ -116,7 +116,7 @@ def test_a_prompt_whose_holders_change_at_every_block_is_followed_to_its_end():
     check_rows(index)
 
 
-def test_a_worker_that_takes_the_place_of_another_inherits_nothing():
+def test_worker_in_the_place_of_another_inherits_nothing():
     index, prompt = PrefixIndex(HASHER, 100), np.arange(1, 30, dtype=np.uint64)
     index.hold("old", "device", prompt)
     index.handle(WorkerGone("old"))
@@ -156,7 +156,7 @@ def test_blocks_that_came_one_by_one_match_as_well():
     assert match_all(index, prompt) == {"w": Match(1990, 0), "v": Match(0, 700)}
 
 
-def test_an_index_grows_to_its_bound(monkeypatch):
+def test_index_grows_to_its_bound(monkeypatch):
     monkeypatch.setattr("kappa_router.index.block_table._PREPARED", 100)
     index, rng = PrefixIndex(HASHER, 5000), np.random.default_rng(0)
     prompts = [rng.integers(1, 2**64, 90, dtype=np.uint64) for _ in range(55)]

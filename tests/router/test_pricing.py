@@ -4,8 +4,6 @@ The worker's figures are made for the working, not like any GPU's: a step reads 
 token takes 0.01 s to compute and 0.001 s to read, a pair of tokens 0.0001 s, a step 0.2 s besides.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -45,7 +43,7 @@ def worker(**changes):
 # -- a prompt, a load, a fetch ------------------------------------------------------------------
 
 
-def test_a_prompt_beside_requests_that_decode():
+def test_prefill_s_counts_requests_that_decode_beside():
     # 250 tokens, 50 held: 200 new in 2 steps; pairs 200 x (50 + 100) = 30,000.
     # Work: 200 x 0.01 + 30,000 x 0.0001 = 2 + 3 = 5. Beside 4 that decode over 1,000 tokens:
     # 4 x 0.01 + 1,000 x 0.0001 = 0.14 a step. Read: 2 x (0.5 + 1,250 x 0.001) = 3.5.
@@ -74,7 +72,7 @@ def test_a_decoding_step_reads_the_experts_that_its_tokens_touch():
 
 @pytest.mark.parametrize("decoding", [1.0, 4.0, 200.0])
 @pytest.mark.parametrize("behind", [0.0, 3000.0])
-def test_a_part_of_a_prompt_is_as_long_as_the_engine_makes_it(decoding, behind):
+def test_part_of_a_prompt_is_as_long_as_the_engine_makes_it(decoding, behind):
     step = StepModel(0.01, 0.0001, 0.5, 0.001, 0.2)
     limit, budget = StepLimit(step, 2.5), 1000.0
     found = pricing.chunk_tokens(
@@ -85,26 +83,26 @@ def test_a_part_of_a_prompt_is_as_long_as_the_engine_makes_it(decoding, behind):
     assert pricing.chunk_tokens(worker(step_factor=2.5), 0.0, 0.0, behind) == 100.0
 
 
-def test_a_short_prompt_takes_as_long_as_reading_the_weights():
+def test_short_prompt_takes_as_long_as_reading_the_weights():
     # 10 new behind 100: pairs 10 x (100 + 5) = 1,050; work 0.1 + 0.105 = 0.205.
     # Read: 0.5 before GEMMs' 0.1, then 110 x 0.001, before attention's 0.105; the step adds 0.2.
     found = pricing.prefill_s(worker(), 110.0, 100.0, 0.0, 0.0)
     assert found == pytest.approx((0.205, 0.61, 0.81))
 
 
-def test_a_load_takes_its_tokens_and_what_every_load_takes():
+def test_load_takes_its_tokens_and_what_every_load_takes():
     assert pricing.load_s(worker(), 400.0, 0.0) == pytest.approx(0.1 + 400 * 0.001)
     assert pricing.load_s(worker(), 0.0, 0.0) == 0.0
 
 
-def test_what_is_loaded_from_disk_is_read_there_and_crosses_the_link():
+def test_load_from_disk_is_read_there_and_crosses_the_link():
     # 400 tokens of which 100 are on disk: 0.1 + 400 x 0.001 + 100 x 0.02 = 2.5.
     slow = worker(disk_token_s=0.02)
     assert pricing.load_s(slow, 400.0, 100.0) == pytest.approx(2.5)
     assert pricing.load_s(slow, 400.0, 0.0) == pytest.approx(0.5)
 
 
-def test_a_fetch_needs_a_network_and_room_in_the_host_tier():
+def test_fetch_needs_a_network_and_room_in_the_host_tier():
     networked = worker(spare_tokens=1000.0, promised_tokens=300.0, net_tokens_per_s=100.0)
     peer = worker(net_tokens_per_s=100.0)
     assert pricing.fetch_s(networked, peer, 700.0) == pytest.approx(7.0)
@@ -115,7 +113,7 @@ def test_a_fetch_needs_a_network_and_room_in_the_host_tier():
     assert pricing.fetch_s(networked, peer, 0.0) == 0.0
 
 
-def test_a_fetch_is_as_slow_as_the_slower_of_the_two_cards():
+def test_fetch_is_as_slow_as_the_slower_of_the_two_cards():
     fast = worker(spare_tokens=1000.0, net_tokens_per_s=1e6)
     assert pricing.fetch_s(fast, worker(net_tokens_per_s=50.0), 700.0) == pytest.approx(14.0)
 
@@ -159,13 +157,13 @@ def test_queues_shrink_as_time_passes(now_s, link_s, gpu_s):
         (200.0, 1000.0, 3.2),
     ],
 )
-def test_the_step_under_way_is_waited_for_half_and_with_a_load_one_more(decoding, context, step_s):
+def test_step_under_way_is_half_waited_for_and_one_more_to_load(decoding, context, step_s):
     busy = worker(decoding=decoding, decode_context_tokens=context)
     assert pricing.under_way_s(busy, 0.0) == pytest.approx(0.5 * step_s)
     assert pricing.under_way_s(busy, 64.0) == pytest.approx(1.5 * step_s)
 
 
-def test_nobody_waits_for_a_step_where_nothing_decodes():
+def test_no_step_is_waited_for_where_nothing_decodes():
     assert pricing.under_way_s(worker(decode_context_tokens=500.0), 64.0) == 0.0
 
 
@@ -194,7 +192,7 @@ def three_workers(dilation=1.0):
         (30.0, (15.0, 6.0)),
     ],
 )
-def test_the_best_idle_worker_limits_the_first_token_and_the_middle_one_the_others(dilation, found):
+def test_objective_has_the_best_idle_ttft_and_the_middle_tpot(dilation, found):
     made = objective(three_workers(dilation), [0.9, 1.6, 1.0], [0.0, 0.35, 5.0])
     assert made == pytest.approx(found)
     floors = objective(
@@ -203,7 +201,7 @@ def test_the_best_idle_worker_limits_the_first_token_and_the_middle_one_the_othe
     assert floors == pytest.approx((99.0 * dilation, max(6.0, 0.5 * dilation)))
 
 
-def test_without_workers_or_times_there_is_no_objective():
+def test_objective_is_infinite_without_workers_or_times():
     assert objective(workers()[:0], [], []) == (math.inf, math.inf)
     timeless = workers({"weights_s": 0.0, "context_token_s": 0.0, "fixed_s": 0.0})
     assert objective(timeless, [1.0], [0.0]) == (math.inf, math.inf)
@@ -219,14 +217,14 @@ def test_without_workers_or_times_there_is_no_objective():
         (80.0, 1.0),
     ],
 )
-def test_later_tokens_count_less_the_later_the_soonest_first_token(limit_s, share):
+def test_tokens_count_less_the_later_the_first_one_comes(limit_s, share):
     rows = records(ESTIMATE, {"ttft_s": 8.0}, {"ttft_s": 4.0})
     assert pricing.interference_share(rows, limit_s) == pytest.approx(share)
     rows["ttft_s"][1] = 0.0
     assert pricing.interference_share(rows, limit_s) == 1.0
 
 
-# -- all of it ----------------------------------------------------------------------------------
+# -- the whole price ----------------------------------------------------------------------------
 
 WINDOW_S = 10 / math.log(2)
 """Ten seconds after it was last brought up to date, recent use counts half."""
@@ -252,8 +250,8 @@ def values(row, *names):
     return [float(row[name]) for name in names]
 
 
-def test_a_request_on_a_busy_worker():
-    """The prompt of `test_a_prompt_beside_requests_that_decode`."""
+def test_price_on_a_busy_worker_equals_figures_by_hand():
+    """The prompt of `test_prefill_s_counts_requests_that_decode_beside`."""
     row = priced(workers(BUSY))
     assert values(row, "new_tokens", "work_s", "compute_s") == pytest.approx([200, 5.0, 5.68])
     # Each of 4 waits for what computing takes beyond reading: 4 x (5.68 - 3.5).
@@ -282,13 +280,13 @@ def test_a_request_on_a_busy_worker():
     assert values(row, "fetch_s", "load_token_s") == [0.0, 0.001]
 
 
-def test_what_a_worker_is_stands_beside_its_price():
+def test_price_row_carries_the_workers_figures():
     fields = ("capacity_tokens", "h2d_bytes_per_s", "flops_per_s", "cost_per_hour", "kappa_crit")
     row = priced(workers({name: float(i) for i, name in enumerate(fields, 1)}))
     assert values(row, *fields) == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_a_request_that_fetches_waits_for_the_network_of_both_ends():
+def test_fetching_request_waits_for_the_network_of_both_ends():
     # The source's card is free at 15, ours at 13.5: 2 s of queue. 20 tokens at 10 a second: 2 s.
     # The load starts after 4 s: waits max(4 + 0.12, 2.5) + 2.55 = 6.67; TTFT 6.67 + 5.73.
     peer = {"net_free_s": 15.0, "net_tokens_per_s": 20.0}
@@ -296,7 +294,7 @@ def test_a_request_that_fetches_waits_for_the_network_of_both_ends():
     assert values(row, "net_backlog_s", "fetch_s", "ttft_s") == pytest.approx([2.0, 2.0, 12.4])
 
 
-def test_later_tokens_count_less_where_the_queue_outlasts_the_objective():
+def test_tokens_count_less_when_the_queue_outlasts_the_slo():
     # 50 s of prompts: TTFT = 0.05 + 50 + 2.55 + 5.68 = 58.28 against a limit of 25.85.
     # In both the queue alone lasts longer than the least objective: 5 s more are late.
     soon, late = (priced(workers({**BUSY, "gpu_reserved_s": s})) for s in (3.0, 50.5))
@@ -304,8 +302,8 @@ def test_later_tokens_count_less_where_the_queue_outlasts_the_objective():
     assert late["interference_s"] == pytest.approx(share * soon["interference_s"])
 
 
-def test_an_answer_is_missed_once_however_late_it_gets():
-    # Prompts of 200 s in an answer that may take 142.5 s count as all of it.
+def test_answer_is_missed_once_however_late_it_gets():
+    # Prompts of 200 s in an answer that may take 142.5 s count in full.
     row = priced(workers({**BUSY, "prompts_s": 200.0}))
     others = 25.85 * 6 * 2 * 1 * (2.18 + 13) / 142.5
     assert row["interference_s"] == pytest.approx(others + 25.85 * 5)
@@ -318,7 +316,7 @@ def test_an_answer_is_missed_once_however_late_it_gets():
         )
 
 
-def test_a_token_comes_no_later_than_the_bound_on_steps_allows():
+def test_token_comes_no_later_than_the_bound_on_steps_allows():
     def bounded_s(**changes):
         worker = {
             "step_factor": 2.5, "weights_s": 0.005, "context_token_s": 1e-6, "fixed_s": 0.002,
@@ -334,11 +332,11 @@ def test_a_token_comes_no_later_than_the_bound_on_steps_allows():
     assert bounded_s(fixed_s=0.02) == pytest.approx(0.100)
 
 
-def test_prompts_hold_nobody_up_where_an_engine_bounds_its_steps():
+def test_bounded_steps_let_prompts_hold_no_request_up():
     def price(**changes):
         return float(priced(workers(BUSY | changes), output_tokens=5000.0)["interference_s"])
 
-    # What is left is what its own tokens make each step longer.
+    # The rest is how much its own tokens make each step longer.
     bounded = price(step_factor=2.5)
     assert bounded == price(step_factor=2.5, prompts_s=0.0) < price()
 
@@ -352,8 +350,8 @@ def test_prompts_hold_nobody_up_where_an_engine_bounds_its_steps():
         (2.0, 5.0),  # who comes in the first 1.5 s is late already
     ],
 )
-def test_who_comes_after_a_long_prompt_is_late(queue_s, late_s):
-    # Nobody is in flight; 3 come every 5 s.
+def test_request_behind_a_long_prompt_is_late(queue_s, late_s):
+    # None is in flight; 3 come every 5 s.
     made = workers({"prefills_per_s": 0.6, "used_s": 13.0, "gpu_reserved_s": queue_s,
                     "gpu_since_s": 13.0})  # fmt: skip
     row = priced(made)
@@ -361,24 +359,24 @@ def test_who_comes_after_a_long_prompt_is_late(queue_s, late_s):
     assert row["interference_s"] == pytest.approx(25.85 * 0.6 * late_s)
 
 
-def test_a_request_that_left_holds_nobody_up():
+def test_request_that_left_holds_none_up():
     made = workers({"prompts_s": 5.0, "in_flight": 2.0}, {"prompts_s": 5.0, "in_flight": 1.0})
     for slot in (0, 1):
         pricing.depart(made, slot, 0.0, 2.0)
     assert made["prompts_s"].tolist() == [3.0, 0.0], "of the last one nothing is left, not 3"
 
 
-def test_a_clock_that_was_set_back_does_not_make_use_grow():
+def test_clock_that_was_set_back_does_not_make_use_grow():
     assert priced(workers(BUSY), now_s=1.0)["gpu_use"] == pytest.approx(0.4)
 
 
-def test_more_prompts_than_a_worker_can_do_do_not_stretch_a_token_for_ever():
+def test_overload_does_not_stretch_a_token_for_ever():
     # Use of 3 counts as 0.95: 2.15 / 0.05.
     row = priced(workers({**BUSY, "gpu_use": 6.0}))
     assert values(row, "gpu_use", "tpot_s") == pytest.approx([3.0, 2.15 / 0.05])
 
 
-def test_idle_workers():
+def test_idle_s_equals_figures_by_hand():
     # 200 new behind 50 loaded: overhead 0.05 + load 0.15; compute max(5, 2 x 0.75) + 0.4.
     rows = records(ESTIMATE, {"cached_tokens": 50.0})
     ttft_s, tpot_s, *_ = pricing.median_idle(workers(), np.array([0]), rows, 250.0)
@@ -389,7 +387,7 @@ def test_idle_workers():
 # -- reservations -------------------------------------------------------------------------------
 
 
-def test_a_reservation_changes_its_worker_and_nobody_else():
+def test_reservation_changes_its_own_worker_alone():
     made = workers(BUSY, BUSY)
     rows = records(
         ESTIMATE, {}, {"load_s": 0.5, "work_s": 2.0, "new_tokens": 100.0, "device_tokens": 30.0,
@@ -409,20 +407,20 @@ def test_a_reservation_changes_its_worker_and_nobody_else():
     assert {name: made[0][name] for name in expected} == pytest.approx(expected)
 
 
-def test_the_first_in_a_queue_is_computed_from_now_on_and_a_free_link_loads_at_once():
+def test_first_in_a_queue_starts_now_and_a_free_link_loads_now():
     made = workers({"link_free_s": 2.0})
     rows = records(ESTIMATE, {"work_s": 2.0, "load_s": 0.5})
     pricing.reserve(made, 0, rows, 0, 13.0, WINDOW_S)
     assert values(made[0], "gpu_since_s", "gpu_head_s", "link_free_s") == [13.0, 2.0, 13.5]
 
 
-def test_without_a_load_none_is_counted():
+def test_reservation_without_a_load_counts_none():
     made = workers()
     pricing.reserve(made, 0, records(ESTIMATE, {"work_s": 2.0}), 0, 13.0, WINDOW_S)
     assert values(made[0], "loads_per_s") == [0.0]
 
 
-def test_an_admission_is_priced_by_what_the_engine_found():
+def test_admission_is_priced_by_what_the_engine_found():
     # 100 new behind 50: pairs 100 x (50 + 50) = 10,000: 1 + 1 s; 40 in host: 0.04 s.
     made = workers(BUSY)
     found_s = pricing.correct(made, 0, (40, 100, 50, 0), (1.0, 1.5, 300), True)
@@ -437,7 +435,7 @@ def test_an_admission_is_priced_by_what_the_engine_found():
     assert pricing.correct(made, 0, (40, 100, 50, 30), (0.04, 2.0, 100), False)[0] == 0.64
 
 
-def test_the_last_prompt_that_is_done_leaves_exactly_nothing():
+def test_last_prompt_that_is_done_leaves_exactly_nothing():
     made = workers({**BUSY, "waiting": 2.0})
     pricing.finish_prompt(made, 0, (1.0, 2.0, 100), 20.0)
     queue = "link_reserved_s", "gpu_reserved_s", "waiting", "queued_tokens", "link_free_s"

@@ -54,7 +54,7 @@ def flights(made):
     return {name: len(state.flights) for name, state in made._kappa_alone._router.workers.items()}
 
 
-async def test_a_request_is_reserved_from_its_choice_to_its_end(heard):
+async def test_request_is_reserved_from_its_choice_to_its_end(heard):
     request = pending(SimpleNamespace(prompt="x" * 400))
     a, b = replica("a"), replica("b")
     ranks = await heard.choose_replicas([a, b], request)
@@ -69,7 +69,7 @@ async def test_a_request_is_reserved_from_its_choice_to_its_end(heard):
     assert sum(flights(heard).values()) == 0
 
 
-async def test_a_router_that_is_shown_no_bodies_says_once_what_to_set(heard, warnings, monkeypatch):
+async def test_router_that_is_shown_no_bodies_says_once_what_to_set(heard, warnings, monkeypatch):
     constants = kappa_router.ray_router.ray.serve._private.constants
     name = "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY"
     without = pending()
@@ -99,7 +99,7 @@ def test_bad_statistics_are_logged_and_announcements_published(heard, warnings):
     assert received == [{"a": {"protocol": 99}, "b": {}}]
 
 
-def test_a_death_is_told_as_one_and_a_disappearance_is_not(monkeypatch):
+def test_death_is_told_as_one_and_a_disappearance_is_not(monkeypatch):
     registry, received = ReplicaRegistry(), []
     monkeypatch.setattr(kappa_router.live.replica_registry, "REGISTRY", registry)
     registry.subscribe(lambda deployment, posted, died: received.append((set(posted), set(died))))
@@ -109,7 +109,7 @@ def test_a_death_is_told_as_one_and_a_disappearance_is_not(monkeypatch):
     assert received == [({"a", "b"}, set()), ({"b"}, {"a"}), (set(), set())]
 
 
-def test_an_unsubscribed_listener_is_called_no_more():
+def test_unsubscribed_listener_is_called_no_more():
     registry, received = ReplicaRegistry(), []
 
     def listener(*what):

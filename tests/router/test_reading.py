@@ -18,7 +18,7 @@ HERE, THREAD = "MainThread", "bodies"
     ],
     ids=["empty", "small", "large", "few brackets", "many brackets"],
 )  # fmt: skip
-async def test_a_large_body_or_many_brackets_go_to_a_thread(body, where):
+async def test_large_body_or_many_brackets_go_to_a_thread(body, where):
     made = await read(body, lambda given: (given, threading.current_thread().name))
     assert made[0] is body and made[1].startswith(where)
 

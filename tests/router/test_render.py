@@ -61,13 +61,13 @@ def ids_of(renderer, body):
     return renderer.render(body).token_ids
 
 
-def test_a_chat_is_rendered_with_the_models_template(renderer, read):
+def test_chat_is_rendered_with_the_models_template(renderer, read):
     ids = ids_of(renderer, chat({"role": "system", "content": "Be brief."}, user("Hi")))
     assert ids.dtype == np.int64
     assert read(ids) == "<s><|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
 
 
-def test_a_longer_chat_begins_with_the_shorter_one(renderer):
+def test_longer_chat_begins_with_the_shorter_one(renderer):
     messages = [user("One"), {"role": "assistant", "content": "Two"}, user("Three")]
     short = ids_of(renderer, chat(*messages[:1], add_generation_prompt=False)).tolist()
     long = ids_of(renderer, chat(*messages)).tolist()
@@ -129,11 +129,11 @@ def test_completions_take_texts_and_ids(renderer, read):
         chat(user([{"type": "text", "text": None}])),
     ],
 )
-def test_what_is_not_certain_is_not_guessed(renderer, body):
+def test_uncertain_prompts_are_not_guessed(renderer, body):
     assert ids_of(renderer, body) is None
 
 
-def test_several_prompts_count_together_and_the_longest_alone(renderer):
+def test_prompts_count_together_and_the_longest_alone(renderer):
     several = renderer.render(completion([[1, 2], [3, 4, 5]]))
     assert (several.token_ids, several.tokens, several.longest_tokens) == (None, 5, 3)
     one, other = (renderer.render(completion(t)).tokens for t in ("the fox", "the quick brown fox"))
@@ -141,7 +141,7 @@ def test_several_prompts_count_together_and_the_longest_alone(renderer):
     assert (both.tokens, both.longest_tokens) == (one + other, other) and other > one > 1
 
 
-def test_what_cannot_be_rendered_is_bounded_by_its_bytes_and_by_its_media():
+def test_unrendered_prompt_is_bounded_by_bytes_and_media():
     # 8 around a message; "role" and "user", 4 bytes each; "é" is 2 bytes.
     assert bounded(chat(user("é" * 10))).tokens == 8 + 8 + 20
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 99_999}}
@@ -165,7 +165,7 @@ def test_templates_that_look_into_parts_get_no_guess_for_several(source, tmp_pat
     assert ids_of(renderer, chat(user(two[:1]))) is not None
 
 
-def test_developers_are_not_guessed_where_the_template_knows_none(source, tmp_path):
+def test_developer_role_is_not_guessed_where_templates_lack_it(source, tmp_path):
     renderer = with_template(source, tmp_path, NO_DEVELOPER)
     assert ids_of(renderer, chat({"role": "developer", "content": "x"}, user("y"))) is None
     assert ids_of(renderer, chat(user("y"))) is not None

@@ -9,7 +9,6 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionReq
 from starlette.requests import Request
 
 from kappa.hardware import node_profile
-from kappa_router.api.errors import ApiError
 from kappa_router.api.request import (
     ApiRequest,
     Deadline,
@@ -26,16 +25,10 @@ from kappa_router.api.request import (
 from kappa_router.api.request_body import RequestBody
 from kappa_router.api.tenants import Tenant
 from kappa_router.index.prefix_hash import PrefixHasher, salt_of
-from tests.router.building import announcement
+from tests.router.building import announcement, refused
 from tests.router.offering import estimates
 
 pytestmark = pytest.mark.ray
-
-
-def refused(call, *arguments, **options):
-    with pytest.raises(ApiError) as caught:
-        call(*arguments, **options)
-    return caught.value
 
 
 # -- bodies and headers ----------------------------------------------------------------------------
@@ -56,12 +49,12 @@ def request(headers=None, *, completion=False, **fields):
     return ApiRequest.of(http, RequestBody.chat({"model": "m", "messages": messages, **fields}))
 
 
-def test_the_load_plan_is_asked_for_by_a_header():
+def test_load_plan_is_asked_for_by_a_header():
     assert request({"x-kappa-plan": " recompute "}).load_plan == "recompute"
     assert request().load_plan == ""
 
 
-def test_a_conversation_is_named_by_header_cache_key_user_or_not_at_all():
+def test_conversation_is_named_by_header_then_key_then_user():
     named = {"prompt_cache_key": "key", "user": "u"}
     assert request({"x-session-id": "s"}, **named).conversation == "s"
     assert request(**named).conversation == "key"
@@ -69,7 +62,7 @@ def test_a_conversation_is_named_by_header_cache_key_user_or_not_at_all():
     assert request().conversation == "r"
 
 
-def test_the_later_bound_on_generated_tokens_counts():
+def test_later_bound_on_generated_tokens_counts():
     assert request().max_tokens == 0
     assert request(max_tokens=5).max_tokens == 5
     assert request(max_tokens=5, max_completion_tokens=7).max_tokens == 7
@@ -90,7 +83,7 @@ def test_the_later_bound_on_generated_tokens_counts():
         (True, {"echo": True, "logprobs": 2}, False),
     ],
 )
-def test_a_prompt_whose_logprobs_are_asked_for_finds_no_cached_prefix(completion, fields, reads):
+def test_prompt_whose_logprobs_are_wanted_reads_no_cache(completion, fields, reads):
     made = request(completion=completion, cache_salt="mine", **fields)
     assert (made.salt == salt_of("mine")) is reads
     skips = as_vllm(made.body).to_sampling_params(4, {}).skip_reading_prefix_cache
@@ -108,9 +101,7 @@ def test_a_prompt_whose_logprobs_are_asked_for_finds_no_cached_prefix(completion
     ],
 )
 @pytest.mark.parametrize("completion", [False, True])
-def test_the_engine_is_sent_the_tenants_class_or_one_that_it_may_ask_for(
-    tenant, fields, granted, completion
-):
+def test_engine_is_sent_the_class_that_a_tenant_may_have(tenant, fields, granted, completion):
     made = request(completion=completion, **fields)
     made.inbound.tenant = tenant
     made.prepare([EndpointModel("m", "m")])
@@ -118,7 +109,7 @@ def test_the_engine_is_sent_the_tenants_class_or_one_that_it_may_ask_for(
 
 
 @pytest.mark.parametrize("asked", [0, 1, 9])
-def test_a_class_that_a_tenant_may_not_ask_for_is_refused_with_those_that_it_may(asked):
+def test_class_that_a_tenant_may_not_ask_for_is_refused(asked):
     made = request(priority=asked)
     made.inbound.tenant = Tenant("bulk", priority=5, may_ask=(7,))
     error = refused(made.prepare, [EndpointModel("m", "m")])
@@ -132,7 +123,7 @@ def test_a_class_that_a_tenant_may_not_ask_for_is_refused_with_those_that_it_may
 @pytest.mark.parametrize(
     ("text", "allowed_s"), [("1", 0.001), (" 1500 ", 1.5), ("86400000", 86400)]
 )
-def test_a_deadline_is_whole_milliseconds_from_arrival(text, allowed_s):
+def test_deadline_is_whole_milliseconds_from_arrival(text, allowed_s):
     deadline = deadline_of(text, 10.0)
     assert deadline == Deadline(10.0, allowed_s) and deadline.at_s == 10.0 + allowed_s
     assert deadline_of("", 1.0) is None and deadline_of("  ", 1.0) is None
@@ -145,13 +136,13 @@ def test_a_deadline_is_whole_milliseconds_from_arrival(text, allowed_s):
         "1_000",
     ],
 )  # fmt: skip
-def test_what_is_no_deadline_is_refused_with_what_it_should_be(text):
+def test_malformed_deadline_is_refused_with_the_right_form(text):
     error = refused(deadline_of, text, 0.0)
     assert (error.status, error.param) == (400, "x-kappa-deadline-ms")
     assert "whole milliseconds" in error.message and text not in error.message.split()
 
 
-def test_it_has_passed_from_its_moment_on():
+def test_deadline_has_passed_from_its_moment_on():
     deadline = Deadline(10.0, 2.0)
     deadline.check(11.999)
     error = refused(deadline.check, 12.0)
@@ -173,7 +164,7 @@ def test_workers_predicted_too_late_are_named():
     assert late_workers(Deadline(0.0, 2.2), made, 0.0, streamed=False) == {made.workers[1]}
 
 
-def test_if_all_are_late_it_is_refused_with_what_the_soonest_lacks():
+def test_late_workers_refuses_when_all_are_late():
     error = refused(late_workers, Deadline(0.0, 2.0), priced(3.0, 2.5), 1.0, streamed=True)
     assert (error.status, error.code) == (429, "deadline_unmeetable")
     assert error.retry_after_s == pytest.approx(1.5)
@@ -185,13 +176,13 @@ def test_if_all_are_late_it_is_refused_with_what_the_soonest_lacks():
 ALICE, BOB = (Tenant(name, own_cache=True) for name in ("alice", "bob"))
 
 
-def test_without_isolation_a_client_has_the_salt_that_it_asks_for():
+def test_client_has_the_salt_it_asks_for_without_isolation():
     assert cache_salt(Tenant(), None) is None
     assert cache_salt(Tenant(), "") is None
     assert cache_salt(Tenant("alice"), "mine") == "mine"
 
 
-def test_every_pair_of_tenant_and_own_salt_has_a_salt_of_its_own():
+def test_salt_is_unique_to_tenant_and_own_salt():
     tenants = [ALICE, BOB, Tenant("alicex", own_cache=True), Tenant("a", own_cache=True)]
     own = [None, "x", "licex", "alice", "bob", "\x00", "ß", "\ud800"]
     salts = {(t.name, o): cache_salt(t, o) for t, o in itertools.product(tenants, own)}
@@ -201,13 +192,13 @@ def test_every_pair_of_tenant_and_own_salt_has_a_salt_of_its_own():
     assert cache_salt(BOB, stolen) not in (stolen, cache_salt(ALICE, stolen))
 
 
-def test_a_salt_is_the_same_at_every_start():
+def test_salt_is_the_same_at_every_start():
     assert cache_salt(ALICE, "x") == "342cb34df72dcc2e5545f14032f21394"
     assert cache_salt(ALICE, "x") == cache_salt(Tenant("alice", 7.0, own_cache=True), "x")
 
 
 @pytest.mark.parametrize("own", [None, "session"])
-def test_the_router_finds_no_prefix_of_another_tenant(own):
+def test_router_finds_no_prefix_of_another_tenant(own):
     hasher = PrefixHasher(16, secret=7)
     alice, bob = (
         hasher.prefix_hashes(list(range(64)), salt_of(cache_salt(tenant, own)))
@@ -245,7 +236,7 @@ def test_workers_that_cannot_hold_prompt_and_answer_are_named(prompt, wanted, un
 @pytest.mark.parametrize(
     ("prompt", "wanted", "param", "blocks"), [(10, 311, "max_tokens", 21), (900, 0, "messages", 57)]
 )
-def test_what_no_worker_can_hold_is_refused_with_both_numbers(prompt, wanted, param, blocks):
+def test_request_too_large_for_all_is_refused_with_both_sizes(prompt, wanted, param, blocks):
     error = refused(unfit_workers, [SMALL, LARGE], prompt, wanted)
     assert (error.status, error.code, error.param) == (400, "footprint_too_large", param)
     assert f"takes {blocks} blocks" in error.message and "has 20" in error.message
@@ -255,14 +246,14 @@ def test_what_no_worker_can_hold_is_refused_with_both_numbers(prompt, wanted, pa
     ("wanted", "needs"),
     [(10, "210 (200 in the prompt and 10 to generate)"), (0, "201 (200 in the prompt)")],
 )
-def test_a_context_that_is_too_short_is_named_as_such(wanted, needs):
+def test_context_that_is_too_short_is_named_as_such(wanted, needs):
     workers = [worker("a", 500, context=200), worker("b", 2, context=100)]
     error = refused(unfit_workers, workers, 200, wanted)
     assert error.code == "context_length_exceeded"
     assert f"context is 200 tokens, the request needs {needs}" in error.message
 
 
-def test_a_worker_with_room_but_a_short_context_does_not_help_one_with_neither():
+def test_room_in_one_worker_and_context_in_another_do_not_add():
     workers = [worker("deep", 11, context=4096), worker("short", 500, context=100)]
     error = refused(unfit_workers, workers, 200, 1)
     assert error.code in ("footprint_too_large", "context_length_exceeded")
@@ -286,19 +277,19 @@ def approx_worker(name, policy=None, loss=None):
         (None, ".5", 0.5), ("1", None, 1.0),
     ],
 )  # fmt: skip
-def test_a_request_says_ok_no_a_loss_or_nothing_and_the_header_wins(header, field, most_loss):
+def test_approx_header_wins_over_the_field(header, field, most_loss):
     assert approx_allowed(header, field) == most_loss
 
 
 @pytest.mark.parametrize(
     "given", ["yes", "true", True, "k=5", ["ok"], "0", "0.0", "1.5", "-0.1", "nan", "inf", "1e-3"]
 )
-def test_another_word_is_refused(given):
+def test_approx_of_another_word_is_refused(given):
     error = refused(approx_allowed, None, given)
     assert (error.status, error.param) == (400, "x-kappa-approx") and "give 'ok'" in error.message
 
 
-def test_a_worker_answers_approximately_where_it_may_and_nobody_objects():
+def test_approximate_answers_need_a_policy_and_consent():
     policies = (None, "never", "ask", "always")
     assert {
         (policy, most_loss)
@@ -307,7 +298,7 @@ def test_a_worker_answers_approximately_where_it_may_and_nobody_objects():
     } == {("ask", math.inf), ("always", math.inf), ("always", None)}
 
 
-def test_a_loss_that_no_worker_states_or_keeps_to_is_refused_and_one_that_some_keep_to_goes_there():
+def test_loss_bound_goes_to_workers_that_keep_it_or_is_refused():
     workers = [
         approx_worker("unknown", "ask"), approx_worker("six", "ask", 0.06),
         approx_worker("two", "always", 0.02), approx_worker("exact", None, 0.01),
@@ -323,7 +314,7 @@ def test_a_loss_that_no_worker_states_or_keeps_to_is_refused_and_one_that_some_k
     assert not any(is_approximate(worker, 0.0) for worker in workers)
 
 
-def test_who_asks_is_kept_from_exact_workers_and_refused_if_there_are_no_others():
+def test_asking_for_approx_excludes_exact_workers():
     mixed = [approx_worker("a"), approx_worker("b", "ask"), approx_worker("c", "always")]
     assert exact_workers(mixed, math.inf) == {"a"}
     assert exact_workers(mixed, None) == exact_workers(mixed, 0.0) == frozenset()

@@ -12,18 +12,13 @@ import pytest
 import kappa_router.api.request_path
 from kappa.protocol import EngineDiedError, TenantCharge, WorkerReport
 from tests.router.building import tenants_of
-from tests.router.scripted import BODY, PATH, code, event, get, overload, post, until
+from tests.router.patience import until
+from tests.router.scripted import BODY, PATH, code, crowd, event, get, overload, post
 
 pytestmark = pytest.mark.ray
 
 
-def busy(live):
-    """Others were in each engine a moment ago, so that nobody is alone there."""
-    for worker in live.router.workers:
-        live.suspects.ended(worker, live.now_s())
-
-
-async def test_a_stream_is_relayed_and_released(serve):
+async def test_stream_is_relayed_and_released(serve):
     engines, live, here = await serve()
     answer = await post(here, stream=True)
     assert answer.status_code == 200
@@ -57,7 +52,7 @@ async def test_approximate_answers_are_for_workers_that_may_and_say_so(serve):
     await here.idle()
 
 
-async def test_a_load_plan_is_refused_where_none_is_made_and_no_breaker_opens(serve):
+async def test_load_plan_without_planners_is_400_and_opens_no_breaker(serve):
     here = await serve()
     for _ in range(20):
         answer = await here.ask(headers={"x-kappa-plan": "load"})
@@ -67,7 +62,7 @@ async def test_a_load_plan_is_refused_where_none_is_made_and_no_breaker_opens(se
     assert here.engines.sent == [] and here.live.router.reservations == 0
 
 
-async def test_without_workers_it_is_503_with_a_time_to_come_back(serve, monkeypatch):
+async def test_request_is_503_with_a_retry_time_without_workers(serve, monkeypatch):
     monkeypatch.setattr(kappa_router.api.request_path, "_FIRST_WORKER_S", 0.05)
     _, _, here = await serve(workers=())
     answer = await post(here)
@@ -75,7 +70,7 @@ async def test_without_workers_it_is_503_with_a_time_to_come_back(serve, monkeyp
     await here.idle()
 
 
-async def test_with_admission_what_would_start_too_late_is_refused(serve):
+async def test_request_that_would_start_late_is_refused_by_admission(serve):
     engines, live, here = await serve(admission=True)
     assert (await post(here, stream=True)).status_code == 200
     await here.idle()
@@ -85,7 +80,7 @@ async def test_with_admission_what_would_start_too_late_is_refused(serve):
     assert live.router.reservations == reserved and len(engines.sent) == 1
 
 
-async def test_an_engine_that_stalls_is_504(serve):
+async def test_engine_that_stalls_is_504(serve):
     async def script(_worker):
         await asyncio.sleep(600)
         yield
@@ -95,7 +90,7 @@ async def test_an_engine_that_stalls_is_504(serve):
     await here.idle()
 
 
-async def test_a_stream_that_breaks_ends_with_an_error_event(serve):
+async def test_stream_that_breaks_ends_with_an_error_event(serve):
     async def script(_worker):
         yield [event("one")]
         raise RuntimeError("secret detail")
@@ -109,7 +104,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(serve):
     await here.idle()
 
 
-async def test_no_more_than_the_limit_are_admitted_however_they_arrive(serve):
+async def test_admissions_stop_at_the_limit_however_they_arrive(serve):
     gate = asyncio.Event()
 
     async def script(_worker):
@@ -130,7 +125,7 @@ async def test_no_more_than_the_limit_are_admitted_however_they_arrive(serve):
 
 
 @pytest.mark.parametrize("leaves_after", [0, 1, 2])
-async def test_a_client_that_leaves_at_any_moment_frees_its_reservation(serve, leaves_after):
+async def test_client_that_leaves_frees_its_reservation(serve, leaves_after):
     async def script(_worker):
         if not leaves_after:
             await asyncio.Event().wait()
@@ -160,7 +155,7 @@ async def test_a_client_that_leaves_at_any_moment_frees_its_reservation(serve, l
 TENANTS = tenants_of({"sk-alice": "alice", "sk-bob": "bob"}, {"alice": 2.0})
 
 
-async def test_the_tenant_goes_with_the_request_to_the_engine_and_the_key_does_not(serve):
+async def test_engine_gets_the_tenant_and_never_the_key(serve):
     engines, live, here = await serve(tenants=TENANTS)
     forged = {"kappa_tenant": "root", "kappa_charges": "{}", "mine": 1}
     assert (await post(here, "sk-alice", stream=True, vllm_xargs=forged)).status_code == 200
@@ -174,7 +169,7 @@ async def test_the_tenant_goes_with_the_request_to_the_engine_and_the_key_does_n
     assert (engines.told[1]["kappa_tenant"], engines.told[1]["kappa_weight"]) == ("default", 1.0)
 
 
-async def test_a_worker_is_sent_what_tenants_were_charged_elsewhere(serve):
+async def test_worker_is_sent_what_tenants_were_charged_elsewhere(serve):
     async def script(_worker):
         if len(engines.sent) == 1:
             raise EngineDiedError("gone")
@@ -184,7 +179,7 @@ async def test_a_worker_is_sent_what_tenants_were_charged_elsewhere(serve):
     for worker, seconds in (("a", 1.0), ("b", 2.0)):
         charge = TenantCharge("alice", seconds, 0.5, 0.0)
         live.reported(WorkerReport(worker, 1.0, charges=(charge,)))
-    busy(live)
+    crowd(live)
     answer = await post(here, "sk-alice", stream=True)
     assert answer.status_code == 200, answer.text
     others = {"a": {"alice": [2.0, 0.5, 0.0]}, "b": {"alice": [1.0, 0.5, 0.0]}}
@@ -219,7 +214,7 @@ async def test_tenants_are_shown_with_weight_charge_and_share(serve):
     assert 'kappa_tenant_charge_seconds_total{resource="vram",tenant="alice"} 3.0' in samples
 
 
-async def test_what_fits_no_device_is_refused_and_what_fits_one_goes_there(serve):
+async def test_request_goes_to_a_device_that_it_fits_or_is_refused(serve):
     engines, live, here = await serve(device_blocks=(9, 21))  # 128 and 320 tokens
     answer = await post(here, max_tokens=400)
     assert code(answer, 400) == "footprint_too_large" and "has 20" in answer.text

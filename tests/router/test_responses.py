@@ -9,8 +9,8 @@ from openai.types.responses import response_create_params
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from kappa_router.api import responses
-from kappa_router.api.errors import ApiError
 from kappa_router.api.responses import FIELDS, checked
+from tests.router.building import refused
 from tests.router.scripted import Whole, nested
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
@@ -44,7 +44,7 @@ async def whole(_worker):
 # -- fields ----------------------------------------------------------------------------------------
 
 
-def test_every_field_of_the_client_and_of_vllm_is_in_one_class():
+def test_fields_of_client_and_vllm_are_each_in_one_class():
     params = response_create_params.ResponseCreateParamsStreaming
     names = params.__required_keys__ | params.__optional_keys__
     for name in names | set(ResponsesRequest.model_fields):
@@ -52,7 +52,7 @@ def test_every_field_of_the_client_and_of_vllm_is_in_one_class():
         assert sum(classes) == 1, f"{name}: decide whether a client may set it"
 
 
-def test_a_text_is_a_chat_of_one_message():
+def test_text_is_a_chat_of_one_message():
     assert to_chat() == {"model": "m", "messages": [HELLO]}
     chat = to_chat(
         max_output_tokens=5, reasoning={"effort": "low", "summary": "auto"}, stream=True, seed=7,
@@ -65,7 +65,7 @@ def test_a_text_is_a_chat_of_one_message():
     }  # fmt: skip
 
 
-def test_instructions_and_the_developers_first_messages_are_one_system_message():
+def test_instructions_and_first_developer_texts_are_one_system():
     made = messages(
         item("message", role="developer", content="Be brief."), HELLO,
         {"role": "developer", "content": "Be quick."}, instructions="Be kind.",
@@ -76,7 +76,7 @@ def test_instructions_and_the_developers_first_messages_are_one_system_message()
     ]  # fmt: skip
 
 
-def test_what_an_assistant_thought_said_and_called_in_a_row_is_one_message():
+def test_assistant_items_in_a_row_are_one_message():
     url = "data:image/png;base64,AAAA"
     picture = item("input_image", image_url=url, detail="low")
     asked, said, one, two, shown, again = messages(
@@ -150,16 +150,15 @@ def test_tools_and_formats_have_a_chats_names():
             item("function_call_output", call_id="c", output=[item("function_call_output")])]}),
     ],
 )  # fmt: skip
-def test_what_is_not_served_is_refused_by_its_place(param, changes):
-    with pytest.raises(ApiError) as caught:
-        to_chat(**changes)
-    assert (caught.value.status, caught.value.param) == (400, param), caught.value.message
+def test_unserved_field_is_refused_by_its_place(param, changes):
+    error = refused(to_chat, **changes)
+    assert (error.status, error.param) == (400, param), error.message
 
 
 # -- over HTTP -------------------------------------------------------------------------------------
 
 
-async def test_a_response_is_its_workers_and_what_means_nothing_does_not_reach_it(serve):
+async def test_response_is_its_workers_and_idle_fields_are_dropped(serve):
     here = await serve(whole)
     ask = {**ASK, "tools": [TOOL], "instructions": "Look."}
     async with client_of(here) as client:

@@ -1,4 +1,4 @@
-"""The journal of a rollout: what is written is read back, whatever was lost or damaged."""
+"""The journal of a rollout is read back as written, whatever was lost or damaged."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def read(entries):
     return read_journal((json.dumps(entry) for entry in entries), "j")
 
 
-def test_what_is_written_is_read_back():
+def test_journal_reads_back_what_it_wrote():
     journal = Journal("a", "b")
     journal.ended(record(), "talk", blocks(1, 2))
     journal.ended(record(time_s=6.0), "talk", blocks(1, 2, 2**64 - 1))
@@ -66,7 +66,7 @@ def test_what_is_written_is_read_back():
     assert names[0] == names[1] != names[2]
 
 
-def test_a_line_holds_only_the_blocks_that_no_line_before_had():
+def test_line_holds_only_the_blocks_that_no_line_before_had():
     journal, long = Journal("a"), np.arange(1, 501, dtype=np.uint64)
     journal.ended(record(), "a", long)
     journal.ended(record(), "a", np.append(long, np.uint64(501)))
@@ -90,7 +90,7 @@ def test_blocks_are_read_back_whatever_was_forgotten(prompts):
     assert found == [one.tolist() for one in written]
 
 
-def test_no_conversation_is_named():
+def test_journal_names_no_conversation():
     journal = Journal("a")
     journal.ended(record(), "alice's talk", blocks(1))
     assert "alice" not in json.dumps(journal.lines)
@@ -107,14 +107,14 @@ def test_journal_describes_engines_again_when_one_joins_or_later():
     assert described == [1, 2, 2] and len(read(journal.lines)[0].requests) == 5
 
 
-def test_a_request_may_end_when_no_engine_is_left():
+def test_request_may_end_when_no_engine_is_left():
     journal = Journal()
     journal.ended(record(), "t", blocks(1))
     (segment,) = read(journal.lines)
     assert not segment.workers and len(segment.requests) == 1
 
 
-def test_each_process_begins_a_segment():
+def test_process_begins_a_segment():
     one, two = Journal("a", "b"), Journal("a", mode="canary:5")
     one.ended(record(), "t", blocks(1))
     two.ended(record(), "t", blocks(1, 2))
@@ -123,7 +123,7 @@ def test_each_process_begins_a_segment():
     assert second.mode == "canary:5" and second.requests[0].blocks.tolist() == [1, 2]
 
 
-def test_an_answer_that_was_not_streamed_has_no_ttft():
+def test_answer_that_was_not_streamed_has_no_ttft():
     journal = Journal("a")
     journal.ended(record(actual={"ttft_s": None}), "t", blocks())
     (segment,) = read(journal.lines)
@@ -145,12 +145,12 @@ def test_requests_without_an_answer_are_counted_and_left_out():
         ({"line": "workers", "version": 1}, "it has version 1, this program reads 2"),
     ],
 )
-def test_a_line_that_is_none_is_named(line, why):
+def test_malformed_line_is_named(line, why):
     with pytest.raises(ValueError, match=f"j:1: not a line of a journal .*{why}"):
         read([line])
 
 
-def test_a_reference_to_an_unknown_line_is_named():
+def test_reference_to_an_unknown_line_is_named():
     journal = Journal("a")
     journal.ended(record(), "a", blocks(1, 2))
     journal.ended(record(), "a", blocks(1, 2, 3))
@@ -159,7 +159,7 @@ def test_a_reference_to_an_unknown_line_is_named():
         read(journal.lines)
 
 
-def test_only_a_last_line_may_be_cut():
+def test_last_line_alone_may_be_cut():
     journal = Journal("a")
     journal.ended(record(), "a", blocks(1))
     lines = [json.dumps(line) for line in journal.lines]

@@ -1,7 +1,5 @@
 """The router as a whole: what it reserves, gives back, prices and refuses."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace
@@ -34,7 +32,7 @@ from tests.router.building import (
 # -- reservations -------------------------------------------------------------------------------
 
 
-def test_a_reservation_is_released_once():
+def test_reservation_is_released_once():
     made = router("a")
     assert made.route(ask(), 1.0).worker == "a"
     assert made.reservations == made.in_flight_on("a") == len(made.workers["a"].queue) == 1
@@ -43,7 +41,7 @@ def test_a_reservation_is_released_once():
     assert made.reservations == len(made.workers["a"].queue) == 0
 
 
-def test_an_id_that_is_routed_again_holds_one_reservation():
+def test_id_that_is_routed_again_holds_one_reservation():
     made = router("a", "b")
     first = made.route(ask(), 1.0)
     second = made.route(ask(exclude=frozenset({first.worker})), 1.0)
@@ -52,7 +50,7 @@ def test_an_id_that_is_routed_again_holds_one_reservation():
     assert len(made.workers[first.worker].queue) == 0
 
 
-def test_the_first_token_is_counted_once():
+def test_first_token_is_counted_once():
     made = router("a")
     made.route(ask(), 1.0)
     assert made.first_token("r", 1.5) == pytest.approx(0.5)
@@ -72,7 +70,7 @@ def test_output_lengths_are_learnt_from_complete_streams_only():
     assert made.models["m"].outputs.guess(3) == 3
 
 
-def test_a_request_that_met_another_teaches_less_than_one_that_met_nobody():
+def test_crowded_request_teaches_less_than_a_lone_one():
     made = router("a", stale_after_s=100.0)
     calibration = made.workers["a"].calibration
     for i in range(12):
@@ -89,7 +87,7 @@ def test_a_request_that_met_another_teaches_less_than_one_that_met_nobody():
 # -- prices -------------------------------------------------------------------------------------
 
 
-def test_an_idle_worker_is_priced_by_load_and_compute():
+def test_idle_worker_is_priced_by_load_and_compute():
     made = router("a")
     made.blocks([stored("a", prompt(160)), stored("a", prompt(320), tier="host")])
     chosen = made.explain(ask(tokens=400), 1.0).chosen
@@ -108,7 +106,7 @@ def test_an_idle_worker_is_priced_by_load_and_compute():
 
 @pytest.mark.parametrize("tier", ["device", "host"])
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 32, 100, 160])
-def test_at_least_one_token_is_left_to_compute(tokens, tier):
+def test_one_token_at_least_is_left_to_compute(tokens, tier):
     made = router("a")
     made.blocks([stored("a", prompt(160)), stored("a", prompt(160), tier=tier)])
     made.blocks([stored("a", prompt(64))])
@@ -117,11 +115,11 @@ def test_at_least_one_token_is_left_to_compute(tokens, tier):
     assert 1 <= counts.new_tokens <= SIZE
 
 
-def test_an_empty_prompt_is_priced_as_one_token():
+def test_empty_prompt_is_priced_as_one_token():
     assert router("a").explain(ask(tokens=0), 1.0).chosen.counts.new_tokens == 1
 
 
-def test_the_worker_that_holds_the_prompt_is_chosen():
+def test_worker_that_holds_the_prompt_is_chosen():
     made = router("a", "b")
     made.blocks([stored("b", prompt(1600))])
     decision = made.route(ask(tokens=1700), 1.0)
@@ -130,7 +128,7 @@ def test_the_worker_that_holds_the_prompt_is_chosen():
     assert without_candidates(decision).candidates == ()
 
 
-def test_a_decision_names_the_soonest_of_the_others():
+def test_decision_names_the_soonest_of_the_others():
     made = router("a", announcement("b", "gh200-c2c"), announcement("c", "a100-pcie4"))
     made.blocks([stored("c", prompt(1600))])
     decision = made.route(ask(tokens=1700), 1.0)
@@ -142,13 +140,13 @@ def test_a_decision_names_the_soonest_of_the_others():
     assert router("a").route(ask(), 1.0).soonest_other is None
 
 
-def test_a_salt_sets_prompts_apart():
+def test_salt_sets_prompts_apart():
     made = router("a")
     made.blocks([stored("a", prompt(160))])
     assert made.explain(ask(tokens=170, salt=5), 1.0).chosen.counts.device_tokens == 0
 
 
-def test_a_busy_worker_is_avoided():
+def test_busy_worker_is_avoided():
     made = router("a", "b")
     first = made.route(ask("x", tokens=5000), 1.0)
     second = made.route(ask("y", tokens=5000, seed=1), 1.0)
@@ -156,7 +154,7 @@ def test_a_busy_worker_is_avoided():
     assert second.reason == "shorter_queue"
 
 
-def test_the_prediction_includes_the_overhead():
+def test_prediction_includes_the_overhead():
     made = router("a", stale_after_s=NEVER)
     before_s = made.explain(ask(), 1.0).chosen.ttft_s
     for i in range(20):
@@ -186,11 +184,11 @@ def test_explaining_reserves_nothing_and_changes_no_prediction():
 # -- who may be chosen --------------------------------------------------------------------------
 
 
-def test_an_excluded_worker_is_not_chosen():
+def test_excluded_worker_is_not_chosen():
     assert router("a", "b").route(ask(exclude=frozenset({"a"})), 1.0).worker == "b"
 
 
-def test_a_silent_worker_is_not_chosen_until_it_reports():
+def test_silent_worker_is_not_chosen_until_it_reports():
     made = router("a", "b", stale_after_s=10.0)
     made.report(WorkerReport("b", 5.0), 5.0)
     assert [c.worker for c in made.explain(ask(), 12.0).candidates] == ["b"]
@@ -198,7 +196,7 @@ def test_a_silent_worker_is_not_chosen_until_it_reports():
     assert len(made.explain(ask(), 12.0).candidates) == 2
 
 
-def test_no_worker_says_how_many_are_known_excluded_and_silent():
+def test_error_counts_known_excluded_and_silent_workers():
     with pytest.raises(NoWorkerError, match=r"0 known"):
         Router(RouterConfig(policy=policy_named("ttft"), secret=1)).route(ask(), 1.0)
     made = router("a", "b", "c")
@@ -209,7 +207,7 @@ def test_no_worker_says_how_many_are_known_excluded_and_silent():
 
 
 @pytest.mark.parametrize("policy", ["ttft", "threshold"])
-def test_without_tokens_it_fails_open_to_the_least_backlog(policy):
+def test_request_without_tokens_goes_to_the_least_backlog(policy):
     made = router("a", "b", policy=policy)
     busy = made.route(ask("x", tokens=9000), 1.0).worker
     decision = made.route(ask("y", tokens=None), 1.0)
@@ -222,7 +220,7 @@ def test_without_tokens_it_fails_open_to_the_least_backlog(policy):
     assert made.release("y", 2.0)
 
 
-def test_an_admission_corrects_the_prediction_for_others():
+def test_admission_corrects_the_prediction_for_others():
     made = router("a")
     made.route(ask("x", tokens=20_000), 1.0)
     before_s = made.explain(ask("y", seed=1), 1.01).chosen.queue_s
@@ -334,27 +332,27 @@ def fetching(net_bytes_per_s, spare_blocks=10_000, policy="priced_fetch"):
     return made
 
 
-def test_a_prefix_is_fetched_from_a_busy_peer():
+def test_prefix_is_fetched_from_a_busy_peer():
     decision = fetching(25e9).route(ask(tokens=20_000), 1.0)
     assert (decision.worker, decision.reason) == ("b", "peer_fetch")
     assert decision.fetch.source_worker == "a" and decision.fetch.tokens > 19_000
     assert decision.chosen.counts.cached_tokens == decision.fetch.tokens
 
 
-def test_nothing_is_fetched_without_a_network_or_by_a_policy_that_does_not():
+def test_fetch_needs_a_network_and_a_policy_that_fetches():
     assert fetching(0.0).route(ask(tokens=20_000), 1.0).fetch is None
     made = fetching(25e9)
     made.config = replace(made.config, policy=policy_named("priced"))
     assert made.route(ask(tokens=20_000), 1.0).fetch is None
 
 
-def test_nothing_is_fetched_where_there_is_no_room_beside_what_was_promised():
+def test_fetch_needs_room_beside_what_was_promised():
     blocks = 20_000 // SIZE
     assert fetching(25e9, spare_blocks=0).route(ask(tokens=20_000), 1.0).fetch is None
     made = fetching(25e9, spare_blocks=blocks + blocks // 2)
     assert made.route(ask("first", tokens=20_000), 1.0).fetch is not None
     assert made.route(ask("second", tokens=20_000), 1.0).fetch is None
-    # The first one is over, and its room promised to nobody.
+    # The first one is over, and its room is free again.
     made.release("first", 1.0)
     assert made.route(ask("third", tokens=20_000), 1.0).fetch is not None
 
@@ -368,7 +366,7 @@ def test_hashes_from_outside_are_as_good_as_token_ids():
     assert (chosen.worker, chosen.counts.cached_tokens, chosen.counts.new_tokens) == ("b", 800, 800)
 
 
-def test_a_large_pool_is_priced_without_forecasts():
+def test_large_pool_is_priced_without_forecasts():
     small = router(*"abcd")
     large = router(*"abcde")
     for made in (small, large):
@@ -406,7 +404,7 @@ assert loops() == before, (before, loops())
 """
 
 
-def test_the_first_request_waits_for_no_compiler():
+def test_first_request_waits_for_no_compiler():
     done = subprocess.run(
         [sys.executable, "-c", _FIRST_REQUEST], capture_output=True, text=True, timeout=120,
         cwd=Path(__file__).parents[2],
@@ -430,7 +428,7 @@ class Recording(LeastTtft):
         self.went.append((request_id, now_s, ended))
 
 
-def test_a_policy_learns_where_informed_requests_went_and_no_others():
+def test_policy_learns_where_informed_requests_went():
     policy = Recording()
     made = Router(RouterConfig(policy=policy, secret=7))
     made.join(announcement("a"), 0.0)
@@ -453,7 +451,7 @@ def test_calibration_ends_after_as_many_outcomes_as_are_set(outcomes, calibrates
     assert made.calibrating is calibrates
 
 
-def test_a_handed_prefix_comes_into_the_host_tier():
+def test_handed_prefix_comes_into_the_host_tier():
     made = router("a")
     made.blocks([stored("a", prompt(165)[:16])])
     estimates = made.explain(ask(tokens=165, handed_tokens=40), 1.0).estimates

@@ -1,7 +1,5 @@
 """What engines hold by what was sent to them, with caches and blocks counted by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -37,14 +35,14 @@ class Engine:
         return tuple(self.index.match_columns(self.hashes(letter, blocks))[:2, 0].tolist())
 
 
-def test_what_was_sent_is_held():
+def test_prompts_sent_are_held():
     engine = Engine()
     engine.done("x", 3)
     assert engine.held("x", 5) == (3, 0)
     assert engine.held("y", 5) == (0, 0)
 
 
-def test_a_full_device_gives_up_the_end_of_its_oldest_prompt_first():
+def test_full_device_drops_the_end_of_its_oldest_prompt():
     engine = Engine(device_blocks=5)
     engine.done("x", 3)
     engine.done("y", 4)
@@ -60,7 +58,7 @@ def test_using_a_prompt_again_keeps_it():
     assert [engine.held(letter, 3)[0] for letter in "xyz"] == [3, 0, 3]
 
 
-def test_what_left_the_device_is_in_the_host_tier():
+def test_blocks_that_left_the_device_are_in_the_host_tier():
     engine = Engine(device_blocks=3, host_blocks=6)
     engine.done("x", 3)
     engine.done("y", 3)
@@ -70,7 +68,7 @@ def test_what_left_the_device_is_in_the_host_tier():
     assert engine.held("x", 3) == (0, 0)
 
 
-def test_an_engine_that_finds_less_holds_less():
+def test_engine_that_finds_less_holds_less():
     # Of four prompts of twenty blocks only the last three were still there.
     engine = Engine(device_blocks=1000)
     for letter in "uxyz":
@@ -78,13 +76,13 @@ def test_an_engine_that_finds_less_holds_less():
     again = engine.send("u", 20)
     assert engine.blocks.found(engine.index, again, 0)
     assert [engine.held(letter, 20)[0] for letter in "uxyz"] == [20, 20, 20, 20]
-    assert engine.blocks.size["device"] == 80  # Three prompts, and the one that it computed anew.
+    assert engine.blocks.size["device"] == 80  # Three prompts, and the recomputed one.
     engine.blocks.ended(again)
     engine.done("v", 20)
     assert engine.held("x", 20) == (0, 0)
 
 
-def test_what_is_older_than_a_block_that_was_gone_is_gone_too():
+def test_blocks_older_than_a_missing_one_are_gone_too():
     engine = Engine(device_blocks=1000)
     for letter in "uxy":
         engine.done(letter, 20)
@@ -92,7 +90,7 @@ def test_what_is_older_than_a_block_that_was_gone_is_gone_too():
     assert [engine.held(letter, 20)[0] for letter in "uxy"] == [0, 20, 20]
 
 
-def test_a_size_that_was_too_small_grows_back_to_its_limit():
+def test_size_that_was_too_small_grows_back_to_its_limit():
     engine = Engine(device_blocks=90)
     for letter in "ux":
         engine.done(letter, 20)
@@ -103,7 +101,7 @@ def test_a_size_that_was_too_small_grows_back_to_its_limit():
     assert engine.blocks.size["device"] == 90
 
 
-def test_one_answer_at_most_halves_what_an_engine_is_thought_to_hold():
+def test_answer_halves_the_supposed_cache_at_most():
     engine = Engine(device_blocks=1000)
     for letter in "wxyz":
         engine.done(letter, 20)
@@ -114,7 +112,7 @@ def test_one_answer_at_most_halves_what_an_engine_is_thought_to_hold():
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_block_that_was_being_computed_when_it_was_looked_for_may_be_missing(ended):
+def test_block_still_being_computed_may_be_missing(ended):
     engine = Engine(device_blocks=1000)
     first = engine.send("x", 20)
     second = engine.send("x", 20)
@@ -125,13 +123,13 @@ def test_a_block_that_was_being_computed_when_it_was_looked_for_may_be_missing(e
 
 
 @pytest.mark.parametrize(("blocks", "contradicts"), [(12, False), (11, True)])
-def test_an_engine_with_larger_blocks_may_round_the_end_away(blocks, contradicts):
+def test_engine_with_larger_blocks_may_round_the_end_away(blocks, contradicts):
     engine = Engine(device_blocks=1000)
     engine.done("x", 20)
     assert engine.blocks.found(engine.index, engine.send("x", 20), blocks) is contradicts
 
 
-def test_a_cleared_engine_expects_nothing():
+def test_cleared_engine_expects_nothing():
     engine = Engine()
     engine.done("x", 3)
     engine.blocks.clear()
@@ -147,7 +145,7 @@ def test_caches_are_forgotten_once_when_numbers_run_out(monkeypatch):
     assert engine.send("z", 3).before.tolist() == [1, 1, 1]
 
 
-def test_what_is_given_up_leaves_the_index_at_once(monkeypatch):
+def test_dropped_blocks_leave_the_index_at_once(monkeypatch):
     engine, drops = Engine(device_blocks=25), []
     monkeypatch.setattr(engine.index, "drop", lambda *dropped: drops.append(len(dropped[2])))
     for letter in "xyz":
@@ -187,7 +185,7 @@ def leading(names, tier):
 
 @given(st.integers(0, 2**32), st.integers(2, 60), st.sampled_from([0, 5, 90]))
 @settings(max_examples=80, deadline=None)
-def test_holds_what_following_each_block_would_tell(seed, device, host):
+def test_blocks_held_equal_following_each_block(seed, device, host):
     rng, engine = np.random.default_rng(seed), Engine(device_blocks=device, host_blocks=host)
     slow = {"device": SlowTier(device)} | ({"host": SlowTier(host)} if host else {})
     prompts = [engine.hasher.prefix_hashes(rng.integers(0, 2, 80)) for _ in range(3)]
@@ -232,7 +230,7 @@ def test_four_bytes_are_a_token_and_the_rest_waits():
     assert prompt_tokens({"prompt": "abcdefg"}).tolist() == [int.from_bytes(b"abcd", "little")]
 
 
-def test_more_messages_extend_a_prompt():
+def test_messages_extend_a_prompt():
     messages = [{"role": "user", "content": "first question"}]
     one = prompt_tokens({"messages": messages})
     two = prompt_tokens({"messages": [*messages, {"role": "assistant", "content": "x"}]})
@@ -240,7 +238,7 @@ def test_more_messages_extend_a_prompt():
     assert np.array_equal(two[: len(one)], one)
 
 
-def test_the_order_of_a_message_s_keys_is_nothing():
+def test_order_of_message_keys_changes_nothing():
     one = prompt_tokens({"messages": [{"role": "user", "content": "hello there"}]})
     two = prompt_tokens({"messages": [{"content": "hello there", "role": "user"}]})
     assert np.array_equal(one, two)
@@ -274,5 +272,5 @@ def test_token_ids_are_taken_as_they_are():
     [{}, {"prompt": ["a", "b"]}, {"prompt": [1, True]}, {"prompt": [1 << 70]}, {"prompt": 1},
      {"messages": [{"content": "\ud800"}]}, {"messages": [{"content": object()}]}],
 )  # fmt: skip
-def test_what_cannot_be_read_is_no_prompt(body):
+def test_unreadable_body_is_no_prompt(body):
     assert prompt_tokens(body) is None

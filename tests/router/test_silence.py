@@ -1,4 +1,4 @@
-"""When a worker counts as silent or stalled: by what this process could have read of it."""
+"""When a worker counts as silent or stalled: by the reports that this process could have read."""
 
 import asyncio
 from types import SimpleNamespace
@@ -12,16 +12,9 @@ from kappa_router.live.replica_registry import ReplicaRegistry
 from kappa_router.live.waiting import WorkerLostError
 from kappa_router.policy import policy_named
 from kappa_router.router import Router
-from tests.router.building import announcement
+from tests.router.building import Followed, announcement
 
 RULE = {"stall_after_s": 5.0, "lost_after_s": 10.0}
-
-
-class Following:
-    synced = connected = alive = True
-
-    async def close(self):
-        pass
 
 
 class Scene:
@@ -31,7 +24,7 @@ class Scene:
         self.now_s = 1000.0
         self.router = Router(RouterConfig(policy=policy_named("ttft"), secret=1))
         registry = ReplicaRegistry()
-        rule = MembershipRule(**RULE, follow=lambda announced, listener: Following())
+        rule = MembershipRule(**RULE, follow=lambda announced, listener: Followed())
         listener = SimpleNamespace(
             worker_joined=self.ignore, worker_left=self.ignore, worker_died=self.ignore,
             node_renamed=self.ignore, breaker_opened=self.ignore, stream_gap=self.ignore,
@@ -81,13 +74,13 @@ async def scene():
     await made.members.close()
 
 
-def test_an_awake_clock_leaves_out_what_the_loop_stood_still():
+def test_awake_clock_leaves_out_what_the_loop_stood_still():
     times = iter([0.0, 0.25, 0.75, 20.75, 21.0, 20.0])
     clock = AwakeClock(lambda: next(times))
     assert [clock() for _ in range(5)] == [0.25, 0.75, 1.25, 1.5, 0.5]
 
 
-async def test_a_worker_that_is_silent_while_the_loop_turns_is_open(scene):
+async def test_worker_that_is_silent_while_the_loop_turns_is_open(scene):
     scene.turns(5.0, "a")
     assert scene.standing() == ["closed", "closed"]
     scene.turns(0.25, "a")
@@ -108,7 +101,7 @@ async def test_reports_that_were_read_late_open_no_breaker(scene, stands_s):
     waiting.cancel()
 
 
-async def test_a_loop_that_stands_again_and_again_opens_no_breaker(scene):
+async def test_loop_that_stands_again_and_again_opens_no_breaker(scene):
     for _ in range(9):
         scene.now_s += 1.7
         scene.members.check()
@@ -116,7 +109,7 @@ async def test_a_loop_that_stands_again_and_again_opens_no_breaker(scene):
 
 
 @pytest.mark.parametrize("read_first", [False, True])
-async def test_a_standstill_hides_no_silence_that_follows(scene, read_first):
+async def test_standstill_hides_no_silence_that_follows(scene, read_first):
     scene.now_s += 30.0
     if read_first:
         scene.report("ab")
@@ -127,7 +120,7 @@ async def test_a_standstill_hides_no_silence_that_follows(scene, read_first):
     assert scene.standing() == ["closed", "open"]
 
 
-async def test_an_engine_stalls_only_by_turns_of_the_loop(scene):
+async def test_engine_stalls_only_by_turns_of_the_loop(scene):
     waiting = await scene.request("b")
     scene.members.check()
     stuck = WorkerReport("b", scene.now_s, steps_total=scene.steps)

@@ -1,18 +1,12 @@
 """The drop-in: names in order of preference, from nothing but what was routed where."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
 
-from kappa.cost import step_model
-from kappa.hardware import node_profile
-from kappa.model import kv_bytes_per_token
-from kappa.protocol import Announcement
-from kappa.shapes import model_shape
 from kappa_router import standalone
 from kappa_router.standalone import StandaloneRouter
+from tests.router.building import announcement
 
 NAMES = ["a", "b", "c"]
 
@@ -22,13 +16,10 @@ def of(*names):
     return {name: {} for name in names}
 
 
-def announced(worker, node, model="llama-3.1-8b"):
+def announced(worker, node):
     """What a replica on a node of the catalogue says of itself."""
-    profile, shape = node_profile(node), model_shape(model)
-    return Announcement(
-        worker, model, profile, step_model(shape, profile), kv_bytes_per_token(shape), "", "f",
-        16, 4096, 0, 2048, 8192, "", "",
-    ).to_dict()  # fmt: skip
+    sizes = {"device_blocks": 4096, "max_batch_tokens": 2048, "max_context_tokens": 8192}
+    return announcement(worker, node, model="llama-3.1-8b", **sizes).to_dict()
 
 
 def count(requests, time_s):
@@ -63,7 +54,7 @@ def alone(clock):
 
 
 @pytest.mark.parametrize("body", [lambda s: chat(s, "and?"), lambda s: completion(s + " and?")])
-def test_a_prefix_returns_to_the_worker_that_saw_it(alone, clock, body):
+def test_prefix_returns_to_the_worker_that_saw_it(alone, clock, body):
     first = {}
     for letter in "xyz":
         first[letter] = alone.rank(NAMES, body(document(letter)), letter)[0]
@@ -78,7 +69,7 @@ def test_a_prefix_returns_to_the_worker_that_saw_it(alone, clock, body):
         clock.now_s += 60
 
 
-def test_more_messages_extend_a_conversation(alone, clock):
+def test_messages_extend_a_conversation(alone, clock):
     first = alone.rank(NAMES, chat(document("x")), "1")[0]
     alone.done(first, "1")
     for i, letter in enumerate("yz"):
@@ -92,7 +83,7 @@ def test_load_spreads(alone):
     assert [firsts.count(name) for name in NAMES] == [4, 4, 4]
 
 
-def test_a_request_that_is_done_no_longer_counts(alone):
+def test_request_that_is_done_no_longer_counts(alone):
     at = alone.rank(NAMES, completion("x"), "r")[0]
     assert alone._router.reservations == 1
     alone.done(at, "unknown")
@@ -116,7 +107,7 @@ def after(alone, clock, seconds):
     return set(alone._sent)
 
 
-def test_a_request_of_unknown_end_counts_until_it_should_end(alone, clock):
+def test_request_of_unknown_end_counts_until_it_should_end(alone, clock):
     alone.rank(NAMES, completion("x"), "short")
     alone.rank(NAMES, completion(document("y", 2_000_000)), "long")
     # 128 tokens at 5 ms each; half a million tokens of prompt before them.
@@ -126,7 +117,7 @@ def test_a_request_of_unknown_end_counts_until_it_should_end(alone, clock):
     assert alone._router.reservations == 0
 
 
-def test_the_answers_bound_says_when_a_request_should_end(alone, clock):
+def test_answers_bound_says_when_a_request_should_end(alone, clock):
     def ask(request_id, **bounds):
         alone.rank(NAMES, [SimpleNamespace(prompt="x", **bounds)], request_id)
         return alone._sent[request_id].end_s - clock.now_s
@@ -137,7 +128,7 @@ def test_the_answers_bound_says_when_a_request_should_end(alone, clock):
         assert ask("u", max_tokens=nonsense) == pytest.approx(unbound_s, rel=0.5)
 
 
-def test_a_request_whose_end_ray_reports_waits_for_it(alone, clock):
+def test_request_waits_for_an_end_that_ray_reports(alone, clock):
     at = alone.rank(NAMES, completion("x"), "r")[0]
     alone.routed(at, completion("x"), "r")
     alone.routed(at, completion("x"), "unknown")
@@ -149,7 +140,7 @@ def test_a_request_whose_end_ray_reports_waits_for_it(alone, clock):
     assert after(alone, clock, 601) == set()
 
 
-def test_a_request_counts_where_ray_sent_it(alone):
+def test_request_counts_where_ray_sent_it(alone):
     first, second, _ = alone.rank(NAMES, completion(document("x")), "r")
     alone.routed(second, completion(document("x")), "r")
     assert [alone._router.in_flight_on(name) for name in (first, second)] == [0, 1]
@@ -157,7 +148,7 @@ def test_a_request_counts_where_ray_sent_it(alone):
     assert alone._router.reservations == 0
 
 
-def test_a_replica_is_priced_as_the_node_that_it_announces(alone, clock):
+def test_replica_is_priced_as_the_node_that_it_announces(alone, clock):
     assert alone.replicas({
         "a": {}, "b": {"kappa": announced("b", "gb200-c2c")},
         "c": {"kappa": announced("c", "a100-pcie4")},
@@ -191,7 +182,7 @@ def on(alone, name):
     return alone._router.in_flight_on(name), alone._router.remote_in_flight_on(name)
 
 
-def test_a_count_ends_the_requests_that_should_end_first(alone, clock):
+def test_count_ends_the_requests_that_should_end_first(alone, clock):
     for name, size in (("short", 400), ("middle", 40_000), ("long", 400_000)):
         alone.rank(["a"], completion(document(name[0], size)), name)
     clock.now_s += 0.5
@@ -202,7 +193,7 @@ def test_a_count_ends_the_requests_that_should_end_first(alone, clock):
     assert set(alone._sent) == set() and on(alone, "a") == (0, 0)
 
 
-def test_more_than_were_sent_are_others_requests(alone, clock):
+def test_counts_above_what_was_sent_are_others_requests(alone, clock):
     alone.rank(["a"], completion(document("x")), "mine")
     clock.now_s += 0.1
     alone.replicas({**of("b", "c"), "a": count(4, clock.now_s)})
@@ -219,7 +210,7 @@ def test_more_than_were_sent_are_others_requests(alone, clock):
     assert on(alone, "a") == (0, 1)
 
 
-def test_a_count_follows_a_burst_down_to_nothing(alone, clock):
+def test_count_follows_a_burst_down_to_nothing(alone, clock):
     for i in range(300):
         alone.rank(NAMES, completion(document("x", 400)), f"{i}")
     clock.now_s += 0.5
@@ -230,7 +221,7 @@ def test_a_count_follows_a_burst_down_to_nothing(alone, clock):
     assert alone._router.in_flight == 0 and not alone._sent
 
 
-def test_only_the_offered_names_are_reserved(alone, clock):
+def test_reservations_are_on_offered_names_alone(alone, clock):
     seen_by = alone.rank(NAMES, completion(document("x")), "1")[0]
     alone.done(seen_by, "1")
     clock.now_s += 60
@@ -268,7 +259,7 @@ def test_messages_may_be_models(alone):
     assert alone.rank(NAMES, [SimpleNamespace(messages=[message])], "r")
 
 
-def test_a_longer_prompt_costs_more_than_a_shorter_one():
+def test_longer_prompt_costs_more_than_a_shorter_one():
     made = StandaloneRouter(node="gh200-c2c", model="llama-3.1-70b", policy="least_backlog")
     made.replicas(of("a", "b"))
     assert made.rank(["a", "b"], completion(document("x", 400_000)), "1")[0] == "a"
@@ -277,11 +268,11 @@ def test_a_longer_prompt_costs_more_than_a_shorter_one():
 
 
 @pytest.mark.parametrize("name", ["node", "model", "policy"])
-def test_an_unknown_value_is_named(name):
+def test_unknown_value_is_named(name):
     with pytest.raises(ValueError, match="nonesuch"):
         StandaloneRouter(**{name: "nonesuch"})
 
 
-def test_an_unknown_keyword_is_refused():
+def test_unknown_keyword_is_refused():
     with pytest.raises(TypeError, match="nodes"):
         StandaloneRouter(nodes="h100-pcie5")

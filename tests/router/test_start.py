@@ -4,10 +4,8 @@ import asyncio
 
 import pytest
 
-import kappa_router.live.live_router
 from kappa.settings.routing import FailoverSettings
 from kappa_router.api.start import LiveStart, member_rule, record_file, router_config
-from kappa_router.live.replica_registry import ReplicaRegistry
 from tests.router.scripted import announcement, decider_settings
 
 pytestmark = pytest.mark.ray
@@ -17,14 +15,7 @@ def settings(**changes):
     return decider_settings(**{"stale_after_s": 10.0} | changes)
 
 
-@pytest.fixture
-def registry(monkeypatch):
-    made = ReplicaRegistry()
-    monkeypatch.setattr(kappa_router.live.live_router, "REGISTRY", made)
-    return made
-
-
-def test_the_settings_say_when_a_worker_is_gone():
+def test_settings_say_when_a_worker_is_gone():
     failover = FailoverSettings(stall_after_s=20, failures=2, pause_s=3, longest_pause_s=9)
     rule = member_rule(settings(failover=failover, drain_s=100.0))
     assert (rule.stall_after_s, rule.lost_after_s) == (20.0, 20.0), "never lost before it stalls"
@@ -33,7 +24,7 @@ def test_the_settings_say_when_a_worker_is_gone():
     assert member_rule(settings()).lost_after_s == 10.0
 
 
-def test_each_of_several_deciders_has_a_log_and_a_first_worker_of_its_own():
+def test_deciders_have_a_log_and_a_first_worker_each():
     assert record_file(settings(), 0) is None
     assert record_file(settings(record="/x/log.jsonl"), 0) == "/x/log.jsonl"
     several = settings(record="/x/log.jsonl", replicas=2)
@@ -42,7 +33,7 @@ def test_each_of_several_deciders_has_a_log_and_a_first_worker_of_its_own():
     assert firsts == [0.0, 0.25, 0.5, 0.75, 0.0]
 
 
-async def test_it_is_made_once_woken_once_and_closed(registry):
+async def test_live_router_is_made_once_woken_once_and_closed(registry):
     woken = []
 
     async def wake():
@@ -61,7 +52,7 @@ async def test_it_is_made_once_woken_once_and_closed(registry):
     await start.close()
 
 
-async def test_what_is_not_known_in_time_is_said(registry):
+async def test_known_is_false_until_all_is_known_in_time(registry):
     async def nothing():
         return
 

@@ -6,19 +6,18 @@ import os
 from collections import Counter
 from types import SimpleNamespace
 
-import msgspec
 import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
 from kappa_router.index.prefix_hash import PrefixHasher
 from kappa_router.index.prefix_index import PrefixIndex
 from kappa_router.live.kv_subscriber import KVSubscriber
 from kappa_workers.report_stream import ReportStream
 from tests.router.building import announcement, match_worker
-from tests.router.stream_worker import until
+from tests.router.kv_batches import batch, removed, stored
+from tests.router.patience import until
 
 pytestmark = pytest.mark.vllm
 
@@ -70,34 +69,28 @@ class Engine:
     def __init__(self, endpoint):
         self._socket = zmq.Context.instance().socket(zmq.PUB)
         self._socket.bind(endpoint)
-        self._encode, self._number = msgspec.msgpack.Encoder().encode, 0
-        self.held = set()
+        self._number, self.held = 0, set()
 
     def publish(self, event):
-        batch = self._encode(KVEventBatch(ts=0.0, events=[event]))
-        self._socket.send_multipart([b"kv", self._number.to_bytes(8, "big"), batch])
+        number = self._number.to_bytes(8, "big")
+        self._socket.send_multipart([b"kv", number, batch(event)])
         self._number += 1
 
     def store(self, key):
         self.held.add(key)
         tokens = list(range(key * 10, key * 10 + BLOCK))
-        self.publish(
-            BlockStored(
-                block_hashes=[key], parent_block_hash=None, token_ids=tokens, block_size=BLOCK,
-                lora_id=None, medium="GPU", lora_name=None, extra_keys=[None],
-            )
-        )  # fmt: skip
+        self.publish(stored([key], size=BLOCK, token_ids=tokens, extra_keys=[None]))
 
     def remove(self, key):
         self.held.remove(key)
-        self.publish(BlockRemoved(block_hashes=[key], medium="GPU"))
+        self.publish(removed(key))
 
     def close(self):
         self._socket.close(linger=0)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_whatever_the_network_does_the_index_ends_as_the_worker_is(fault):
+async def test_index_equals_the_worker_after_network_faults(fault):
     sockets = f"ipc://@kappa-wire-{os.getpid()}-{fault}"
     engine = Engine(f"{sockets}-kv")
     stream = ReportStream("w", "127.0.0.1", f"{sockets}-stats", f"{sockets}-kv")

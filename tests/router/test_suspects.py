@@ -7,7 +7,7 @@ def died(suspects, worker="w", in_flight=1, now_s=0.0, node="n"):
     suspects.died(worker, node, in_flight, now_s)
 
 
-def test_one_that_was_alone_is_not_passed_on_and_one_among_others_is():
+def test_request_alone_is_blamed_and_one_among_others_retried():
     suspects = Suspects()
     died(suspects, "v", in_flight=1)
     died(suspects, "w", in_flight=2)
@@ -15,7 +15,7 @@ def test_one_that_was_alone_is_not_passed_on_and_one_among_others_is():
     assert [suspects.blame("w", content, 0.1) for content in "yz"] == ["retry", "retry"]
 
 
-def test_the_first_sign_of_a_death_decides_who_was_there():
+def test_first_sign_of_a_death_decides_who_was_there():
     suspects = Suspects()
     died(suspects, in_flight=3)
     died(suspects, in_flight=1, now_s=1.0)  # two were told before it
@@ -24,7 +24,7 @@ def test_the_first_sign_of_a_death_decides_who_was_there():
     assert suspects.blame("w", "y", 11.0) == "alone"
 
 
-def test_one_that_ended_a_moment_before_is_company_and_one_long_before_is_not():
+def test_request_that_just_ended_is_company_for_a_moment():
     suspects = Suspects()
     for worker, ended_s in (("v", 90.0), ("w", 89.9)):
         suspects.ended(worker, ended_s)
@@ -33,7 +33,7 @@ def test_one_that_ended_a_moment_before_is_company_and_one_long_before_is_not():
     assert suspects.blame("w", "y", 100.0) == "alone"
 
 
-def test_two_deaths_are_enough_unless_an_engine_served_it_in_between():
+def test_two_deaths_convict_unless_an_engine_served_between():
     suspects = Suspects()
     for worker in "vw":
         died(suspects, worker, in_flight=5)
@@ -44,7 +44,7 @@ def test_two_deaths_are_enough_unless_an_engine_served_it_in_between():
     assert suspects.blame("w", "y", 1.0) == "retry" and not suspects.refused("y", 1.0)
 
 
-def test_many_requests_of_one_content_lost_with_one_engine_are_one_death():
+def test_many_requests_lost_with_one_engine_are_one_death():
     suspects = Suspects()
     died(suspects, "v", in_flight=4)
     assert [suspects.blame("v", "x", 1.0) for _ in range(3)] == ["retry"] * 3
@@ -53,14 +53,14 @@ def test_many_requests_of_one_content_lost_with_one_engine_are_one_death():
     assert [suspects.blame("w", "x", 2.0) for _ in range(2)] == ["killer"] * 2
 
 
-def test_without_a_death_or_long_after_it_nobody_is_blamed():
+def test_blame_needs_a_recent_death():
     suspects = Suspects()
     assert suspects.blame("w", "x", 0.0) == "retry"
     died(suspects)
     assert suspects.blame("w", "x", 10.1) == "retry" and len(suspects) == 0
 
 
-def test_a_node_whose_idle_engine_died_is_to_blame_itself_for_a_while():
+def test_node_whose_idle_engine_died_is_blamed_for_a_while():
     suspects = Suspects()
     died(suspects, "v", in_flight=0)
     died(suspects, "w", in_flight=1, now_s=60.0)

@@ -7,39 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kappa_router.telemetry import Telemetry, spans_of
-
-
-def reported(load_s, compute_s, device=0, cached=0, new=0, ttft_s=None):
-    """The record of a request whose worker reported all of it."""
-    admitted = SimpleNamespace(device_tokens=device, host_tokens=cached, new_tokens=new)
-    spent = SimpleNamespace(load_s=load_s, compute_s=compute_s)
-    return SimpleNamespace(spent=spent, admitted=admitted, ttft_s=ttft_s)
-
-
-def decision(worker="w1", node="pcie", reason="load"):
-    chosen = SimpleNamespace(node=SimpleNamespace(name=node))
-    return SimpleNamespace(chosen=chosen, worker=worker, reason=reason)
+from tests.router import timelines
+from tests.router.timelines import decision, reported
 
 
 def kept(most=10):
     return Telemetry(lambda _: None, most)
 
 
-def served(telemetry=None, request_id="r", traceparent=""):
-    telemetry = kept() if telemetry is None else telemetry
-    timeline = telemetry.begin(request_id, "alice", 10.0, traceparent)
-    timeline.tokenized(500, 10.1)
-    timeline.decided(decision(), 10.13)
-    timeline.first_item(11.13)
-    telemetry.end(timeline, "done", 200, 12.0)
-    return timeline
+def served(telemetry=None, *given, **more):
+    return timelines.served(kept() if telemetry is None else telemetry, *given, **more)
 
 
 def by_name(spans):
     return {span.name: span for span in spans}
 
 
-def test_a_served_request_is_split_into_its_stages():
+def test_served_request_is_split_into_its_stages():
     spans = by_name(spans_of(served(), reported(0.5, 0.3, 64, 320, 116)))
     assert list(spans) == [
         "decider", "tokenize", "decide", "first_token", "queue", "load", "prefill", "stream",
@@ -57,7 +41,7 @@ def test_a_served_request_is_split_into_its_stages():
     assert spans["decide"].attributes["kappa.node"] == "pcie"
 
 
-def test_an_answer_that_is_not_streamed_had_its_first_token_before_it_came_back():
+def test_unstreamed_answer_had_its_first_token_before_its_end():
     spans = by_name(spans_of(served(), reported(0.1, 0.1, ttft_s=0.4)))
     assert spans["first_token"].end_s == pytest.approx(10.53)
     assert spans["queue"].seconds == pytest.approx(0.2)
@@ -68,12 +52,12 @@ def test_an_answer_that_is_not_streamed_had_its_first_token_before_it_came_back(
     assert early["first_token"].seconds == 0.0
 
 
-def test_without_a_report_of_the_worker_the_wait_is_one_span():
+def test_wait_is_one_span_without_a_report():
     names = [span.name for span in spans_of(served())]
     assert names == ["decider", "tokenize", "decide", "first_token", "stream"]
 
 
-def test_what_was_spent_is_shown_without_tokens_while_no_admission_was_reported():
+def test_spent_seconds_show_without_tokens_before_admission():
     spent = SimpleNamespace(load_s=0.5, compute_s=0.3)
     record = SimpleNamespace(spent=spent, admitted=None, ttft_s=0.9)
     spans = by_name(spans_of(served(), record))
@@ -81,7 +65,7 @@ def test_what_was_spent_is_shown_without_tokens_while_no_admission_was_reported(
     assert spans["prefill"].attributes == {"tokens": 0, "device_tokens": 0}
 
 
-def test_a_worker_that_died_shows_as_given_up_and_the_next_as_served():
+def test_worker_that_died_shows_as_given_up_before_the_next():
     telemetry = kept()
     timeline = telemetry.begin("r", "t", 0.0)
     timeline.tokenized(None, 0.1)
@@ -108,7 +92,7 @@ def test_a_worker_that_died_shows_as_given_up_and_the_next_as_served():
         (["tokenized", "decided"], ["decider", "tokenize", "decide", "given_up"]),
     ],
 )
-def test_a_request_that_ended_on_the_way_has_the_spans_that_it_reached(events, names):
+def test_request_has_the_spans_that_it_reached(events, names):
     telemetry = kept()
     timeline = telemetry.begin("r", "t", 0.0)
     calls = {
@@ -123,12 +107,12 @@ def test_a_request_that_ended_on_the_way_has_the_spans_that_it_reached(events, n
     assert spans[0].end_s == 4.0
 
 
-def test_a_request_under_way_has_no_spans_yet():
+def test_request_under_way_has_no_spans_yet():
     with pytest.raises(ValueError, match="r has not ended"):
         spans_of(kept().begin("r", "t", 0.0))
 
 
-def test_the_oldest_timelines_go_and_a_later_one_takes_the_place_of_its_id():
+def test_oldest_timelines_go_and_an_id_has_its_latest():
     ends, telemetry = [], kept(2)
     telemetry.on_end = ends.append
     for i in range(3):
@@ -141,7 +125,7 @@ def test_the_oldest_timelines_go_and_a_later_one_takes_the_place_of_its_id():
     assert telemetry.tenant("1") == "alice" and telemetry.tenant("2") is None
 
 
-def test_only_the_first_end_of_a_request_counts():
+def test_first_end_of_a_request_alone_counts():
     ends, telemetry = [], kept()
     telemetry.on_end = ends.append
     timeline = served(telemetry)
@@ -149,7 +133,7 @@ def test_only_the_first_end_of_a_request_counts():
     assert ends == [timeline] and (timeline.end, timeline.status) == ("done", 200)
 
 
-def test_the_clients_trace_is_kept():
+def test_clients_trace_is_kept():
     parent = f"00-{'a' * 32}-{'b' * 16}-01"
     assert served(traceparent=f" {parent} ").traceparent == parent
 
@@ -180,5 +164,5 @@ def test_spans_never_leave_their_parents(wait_s, load_s, compute_s, stream_s):
 
 
 @pytest.mark.parametrize("sent", ["0" * 32_000, "00-a-b-01", f"00-{'a' * 32}-{'b' * 16}-01-x"])
-def test_a_traceparent_that_is_none_is_not_kept(sent):
+def test_malformed_traceparent_is_not_kept(sent):
     assert served(traceparent=sent).traceparent == ""

@@ -1,4 +1,4 @@
-"""Whose a request is, and how much it may take: keys, token buckets, places."""
+"""A request's tenant, and how much it may take: keys, token buckets, places."""
 
 import copy
 import pickle
@@ -19,7 +19,7 @@ from kappa_router.api.tenants import (
     duration,
     keys_in,
 )
-from tests.router.building import tenants_of
+from tests.router.building import refused, tenants_of
 
 # -- keys ------------------------------------------------------------------------------------------
 
@@ -42,7 +42,7 @@ CLOSED = tenants_of(KEYS, {"alice": 3.0}, refuse=True)
         ([], None),
     ],
 )
-def test_the_first_known_key_counts_and_without_one_it_is_the_default_or_nobody(keys, tenant):
+def test_first_known_key_counts_else_default_or_none(keys, tenant):
     assert OPEN.find(keys) == (tenant or Tenant("default", 0.5))
     assert CLOSED.find(keys) == tenant
     assert Tenants().find(keys) == Tenant(), "without keys everyone is the default tenant"
@@ -66,7 +66,7 @@ def test_keys_are_in_nothing_that_is_shown_or_sent():
     assert pickle.loads(pickle.dumps(OPEN)) == copy.deepcopy(OPEN) == OPEN
 
 
-def test_the_default_tenant_is_listed_only_where_it_can_occur():
+def test_default_tenant_is_listed_only_where_it_can_occur():
     assert list(OPEN.all()) == ["alice", "bob", "default"]
     assert list(CLOSED.all()) == ["alice", "bob"]
     assert Tenants().all() == {"default": Tenant()}
@@ -86,7 +86,7 @@ def test_shares_say_what_each_was_charged_of_all():
     assert [row["tenant"] for row in shares(Tenants(), {})] == ["default"]
 
 
-def test_a_tenants_class_is_the_tables():
+def test_tenant_has_its_class_from_the_table():
     table = Tenants(priorities={"alice": (3, (0, 5))}).with_digests({digest_of("sk-a"): "alice"})
     found = table.find(["sk-a"])
     assert (found.priority, found.may_ask) == (3, (0, 5))
@@ -100,24 +100,18 @@ def limits(replicas=1, **allowance):
     return TenantLimiter(by_tenant={"alice": Allowance(**allowance)}, replicas=replicas)
 
 
-def refused(call, *arguments):
-    with pytest.raises(ApiError) as caught:
-        call(*arguments)
-    return caught.value
-
-
 def remaining(some, what="tokens"):
     return some.headers("alice", 0.0)[f"x-ratelimit-remaining-{what}"]
 
 
-def test_without_limits_nothing_is_refused_or_said():
+def test_tenant_without_limits_is_never_refused():
     free = TenantLimiter()
     for _ in range(1000):
         free.enter("alice", 0.0).reserve(10**9, 10**9, 0.0)
     assert free.headers("alice", 0.0) == {}
 
 
-def test_requests_of_a_minute_are_admitted_then_refused_until_the_next_one_has_grown():
+def test_requests_of_a_minute_are_refused_until_one_has_grown():
     some = limits(requests_per_minute=6)
     for _ in range(6):
         some.enter("alice", 100.0)
@@ -129,7 +123,7 @@ def test_requests_of_a_minute_are_admitted_then_refused_until_the_next_one_has_g
     refused(some.enter, "alice", 110.0)
 
 
-def test_a_body_counts_as_a_request_for_each_begun_mib():
+def test_body_counts_as_a_request_for_each_begun_mib():
     some, mib = limits(requests_per_minute=6), 1 << 20
     for size_bytes, left in ((0, 5), (mib, 4), (mib + 1, 2)):
         some.enter("alice", 0.0, size_bytes)
@@ -138,13 +132,13 @@ def test_a_body_counts_as_a_request_for_each_begun_mib():
     some.enter("alice", 10.0, 3 * mib)
 
 
-def test_a_body_larger_than_a_minute_passes_and_leaves_a_debt():
+def test_body_larger_than_a_minute_passes_and_leaves_a_debt():
     some = limits(requests_per_minute=4)
     some.enter("alice", 0.0, 9 << 20)
     assert refused(some.enter, "alice", 0.0).retry_after_s == pytest.approx(90.0)
 
 
-def test_a_body_of_unknown_size_is_charged_when_it_is_there():
+def test_body_of_unknown_size_is_charged_when_it_is_there():
     some, mib = limits(requests_per_minute=4), 1 << 20
     first, second = some.enter("alice", 0.0), some.enter("alice", 0.0)
     first.received(2 * mib, 0.0)
@@ -155,7 +149,7 @@ def test_a_body_of_unknown_size_is_charged_when_it_is_there():
     second.received(3 * mib, 15.0)
 
 
-def test_a_tenant_does_not_pay_for_another():
+def test_tenant_does_not_pay_for_another():
     some = TenantLimiter(Allowance(1), {"bob": Allowance(2)})
     for tenant, count in (("alice", 1), ("bob", 2)):
         for _ in range(count):
@@ -164,7 +158,7 @@ def test_a_tenant_does_not_pay_for_another():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_over_any_time_no_more_than_a_full_bucket_and_the_rate_goes_through(seed):
+def test_bucket_lets_through_its_size_and_its_rate(seed):
     some, now_s, admitted = limits(requests_per_minute=30), 0.0, 0
     for gap_s in np.random.default_rng(seed).exponential(0.3, 2000):
         now_s += gap_s
@@ -177,7 +171,7 @@ def test_over_any_time_no_more_than_a_full_bucket_and_the_rate_goes_through(seed
     assert 30 + now_s * 0.5 - 4 <= admitted <= 30 + now_s * 0.5 + 1
 
 
-def test_a_request_that_waits_as_long_as_it_should_is_admitted_then():
+def test_request_that_waits_as_told_is_admitted():
     some = limits(tokens_per_minute=600)
     some.enter("alice", 0.0).reserve(500, 0, 0.0)
     lease = some.enter("alice", 0.0)
@@ -196,7 +190,7 @@ def test_a_request_that_waits_as_long_as_it_should_is_admitted_then():
         ((60, 30), 0, False, True, "940"),  # one did, and its client left
     ],
 )
-def test_at_its_end_a_request_pays_for_what_it_used(reserved, generated, served, worked, left):
+def test_request_pays_at_its_end_for_what_it_used(reserved, generated, served, worked, left):
     some = limits(tokens_per_minute=1000)
     lease = some.enter("alice", 0.0)
     lease.reserve(*reserved, 0.0)
@@ -210,7 +204,7 @@ def test_at_its_end_a_request_pays_for_what_it_used(reserved, generated, served,
         assert error.retry_after_s == pytest.approx((110 + 10) * 0.06)
 
 
-def test_reserving_again_replaces_and_closing_again_changes_nothing():
+def test_reserving_again_replaces_and_closing_again_does_nothing():
     some = limits(tokens_per_minute=100, concurrent=1)
     lease = some.enter("alice", 0.0)
     lease.reserve(90, 0, 0.0)
@@ -224,7 +218,7 @@ def test_reserving_again_replaces_and_closing_again_changes_nothing():
     refused(some.enter, "alice", 0.0)
 
 
-def test_what_no_minute_allows_is_refused_for_good_and_takes_nothing():
+def test_request_above_a_whole_minute_is_refused_for_good():
     some = limits(tokens_per_minute=100)
     error = refused(some.enter("alice", 0.0).reserve, 80, 30, 0.0)
     assert (error.status, error.code, error.retry_after_s) == (400, "request_over_limit", None)
@@ -232,7 +226,7 @@ def test_what_no_minute_allows_is_refused_for_good_and_takes_nothing():
     some.enter("alice", 0.0).reserve(70, 30, 0.0)
 
 
-def test_only_so_many_are_open_at_a_time():
+def test_tenant_has_only_its_number_open_at_a_time():
     some = limits(concurrent=2)
     first, _ = some.enter("alice", 0.0), some.enter("alice", 0.0)
     error = refused(some.enter, "alice", 1e6)
@@ -259,14 +253,14 @@ def test_replicas_share_the_rate_and_never_exceed_it_together():
         refused(share.enter, "alice", 0.0)
 
 
-def test_less_than_one_request_a_minute_can_still_be_made():
+def test_rate_below_one_a_minute_still_admits():
     some = limits(requests_per_minute=0.5)
     some.enter("alice", 0.0)
     assert refused(some.enter, "alice", 60.0).retry_after_s == pytest.approx(60.0)
     some.enter("alice", 120.0)
 
 
-def test_a_clock_that_runs_backwards_gives_nothing():
+def test_clock_that_runs_backwards_gives_nothing():
     bucket = Bucket(60.0, 0.0, 100.0)
     bucket.refill(50.0)
     assert bucket.level == 0.0
@@ -320,10 +314,10 @@ ALICE, BOB = Tenant("alice"), Tenant("bob")
         ({"alice": 4, "bob": 2}, EVEN, 6, True),
         # 1 of 5 here, 5 elsewhere: as 2, a third is within 4
         ({"alice": 4, "bob": 1}, EVEN, 5, False),
-        ({}, EVEN, 8, False),  # nobody here: whose they are is not known
+        ({}, EVEN, 8, False),  # none here: their tenants are not known
     ],
 )
-def test_a_tenant_below_its_share_is_never_refused(held, weights, elsewhere, refuses):
+def test_tenant_below_its_share_is_never_refused(held, weights, elsewhere, refuses):
     places = Places(8)
     for name, count in held.items():
         for i in range(count):
@@ -339,7 +333,7 @@ def test_places_that_are_left_are_free_again():
     assert len(places) == 1 and places.take(3, ALICE) and not places.take(4, ALICE)
 
 
-def test_tenants_that_come_one_after_the_other_fill_no_more_than_the_harmonic_sum():
+def test_tenants_in_turn_fill_no_more_than_the_harmonic_sum():
     places = Places(12)
     for name in ("a", "b", "c", "d"):
         count = 0
@@ -349,35 +343,32 @@ def test_tenants_that_come_one_after_the_other_fill_no_more_than_the_harmonic_su
     assert len(places) == 25
 
 
-def test_where_tenants_cannot_be_distinguished_the_limit_is_all_there_is():
+def test_limit_is_for_all_where_tenants_are_not_told_apart():
     places = Places(2, shared=False)
     assert not places.take(0, BOB, elsewhere=2)
     assert places.take(1, ALICE) and places.take(2, ALICE) and not places.take(3, BOB)
 
 
-def test_a_limiter_checks_a_request_without_taking_it():
+def test_limiter_checks_a_request_without_taking_it():
     limiter = TenantLimiter(Allowance(requests_per_minute=2, concurrent=1))
     for _ in range(5):
         limiter.check("alice", 0.0)
     lease = limiter.enter("alice", 0.0)
-    with pytest.raises(ApiError, match="open"):
-        limiter.check("alice", 0.0)
+    assert "open" in str(refused(limiter.check, "alice", 0.0))
     lease.close(0.0, served=True)
     limiter.enter("alice", 0.0).close(0.0, served=True)
-    with pytest.raises(ApiError, match="per minute"):
-        limiter.check("alice", 0.0)
+    assert "per minute" in str(refused(limiter.check, "alice", 0.0))
 
 
-def test_a_limiter_checks_a_long_body_as_several_requests():
+def test_limiter_checks_a_long_body_as_several_requests():
     limiter = TenantLimiter(Allowance(requests_per_minute=3))
     limiter.check("alice", 0.0, 3 << 20)
     limiter.enter("alice", 0.0, 2 << 20)
     limiter.check("alice", 0.0, 1 << 20)
-    with pytest.raises(ApiError, match="per minute"):
-        limiter.check("alice", 0.0, 2 << 20)
+    assert "per minute" in str(refused(limiter.check, "alice", 0.0, 2 << 20))
 
 
-def test_a_lease_pays_for_the_prompt_that_an_engine_counted():
+def test_lease_pays_for_the_prompt_that_an_engine_counted():
     limiter = TenantLimiter(Allowance(tokens_per_minute=1000))
     lease = limiter.enter("alice", 0.0)
     lease.reserve(500, 100, 0.0)

@@ -17,18 +17,8 @@ from kappa_router.api.tenants import Allowance, Tenant
 from kappa_router.index.prefix_hash import salt_of
 from kappa_router.live.decision_records import DecisionRecord
 from tests.router.building import tenants_of
-from tests.router.scripted import (
-    BODY,
-    KEYS,
-    OWN,
-    PATH,
-    ROUTE,
-    TEXTS,
-    code,
-    event,
-    until,
-    words,
-)
+from tests.router.patience import until
+from tests.router.scripted import BODY, KEYS, OWN, PATH, ROUTE, TEXTS, code, event, words
 
 pytestmark = pytest.mark.ray
 
@@ -37,7 +27,7 @@ SECOND_S = 20
 
 @pytest.fixture
 def cluster(serve):
-    """Makes scripted clusters whose tenants have caches of their own."""
+    """Makes scripted clusters with a cache for each tenant."""
     return lambda script=words, tenants=OWN, **more: serve(script, tenants=tenants, **more)
 
 
@@ -53,7 +43,7 @@ def of(tenant):
 # -- caches, decisions ---------------------------------------------------------------------------
 
 
-async def test_every_tenants_prompts_are_salted_by_its_name_and_its_own_salt(cluster):
+async def test_prompts_are_salted_by_tenant_and_own_salt(cluster):
     here = await cluster()
     asked = [("alice", None), ("bob", None), ("alice", "mine"), (None, None)]
     for tenant, own in asked:
@@ -63,14 +53,14 @@ async def test_every_tenants_prompts_are_salted_by_its_name_and_its_own_salt(clu
     assert sent == [cache_salt(Tenant(t or "default", own_cache=True), own) for t, own in asked]
 
 
-async def test_a_shared_cache_leaves_the_clients_salt_as_it_is(cluster):
+async def test_shared_cache_leaves_the_clients_salt_as_it_is(cluster):
     here = await cluster(tenants=tenants_of({"sk-alice": "alice"}))
     for own in (None, "mine"):
         await here.ask("alice", cache_salt=own)
     assert [body.cache_salt for body in here.engines.bodies] == [None, "mine"]
 
 
-async def test_the_router_looks_for_prefixes_under_the_salt_that_the_engine_gets(cluster):
+async def test_router_looks_up_under_the_salt_the_engine_gets(cluster):
     here, asked = await cluster(), []
     route, explain = here.live.route, here.live.explain
     here.live.route = lambda r, *a, **k: asked.append(r.salt) or route(r, *a, **k)
@@ -82,7 +72,7 @@ async def test_the_router_looks_for_prefixes_under_the_salt_that_the_engine_gets
     assert asked == [*sent, sent[1]] and len(set(sent)) == 2
 
 
-async def test_only_the_newest_decisions_that_are_ones_own_are_written_out(cluster, monkeypatch):
+async def test_newest_own_decisions_alone_are_written_out(cluster, monkeypatch):
     written = []
     to_dict = DecisionRecord.to_dict
     monkeypatch.setattr(DecisionRecord, "to_dict", lambda r: written.append(r.tenant) or to_dict(r))
@@ -108,7 +98,7 @@ async def test_only_the_newest_decisions_that_are_ones_own_are_written_out(clust
         assert await seen("ops", nothing) == ([], [])
 
 
-async def test_a_route_shows_what_workers_do_for_others_to_operators_only(cluster):
+async def test_route_shows_others_load_to_operators_only(cluster):
     here = await cluster()
     shown = {}
     for tenant in ("alice", "ops"):
@@ -128,7 +118,7 @@ LONG = {"messages": [{"role": "user", "content": "hello " * 120}], "max_tokens":
 
 @pytest.fixture
 def limited(serve):
-    """Makes scripted clusters where everybody has so many tokens a minute."""
+    """Makes scripted clusters where each tenant has A_MINUTE tokens a minute."""
     access = {"default_allowance": Allowance(tokens_per_minute=A_MINUTE)}
     return lambda script=words, **more: serve(script, access=access, **more)
 
@@ -167,7 +157,7 @@ async def test_tokens_are_reserved_before_and_settled_after(cluster):
     assert len(here.engines.sent) == 2
 
 
-async def test_every_prompt_and_answer_that_is_asked_for_counts(limited):
+async def test_prompts_and_answers_that_are_asked_for_all_count(limited):
     here, kind = await limited(), {"content-type": "application/json"}
 
     async def chunks(asked):
@@ -186,7 +176,7 @@ async def test_every_prompt_and_answer_that_is_asked_for_counts(limited):
     assert here.engines.sent == [] and here.live.router.reservations == 0
 
 
-async def test_a_client_that_hangs_up_pays_for_the_prompt_that_was_computed(limited):
+async def test_client_that_hangs_up_pays_for_its_computed_prompt(limited):
     here = await limited(never)
     asking = asyncio.create_task(here.ask(**LONG))
     await until(lambda: here.engines.sent)
@@ -195,14 +185,14 @@ async def test_a_client_that_hangs_up_pays_for_the_prompt_that_was_computed(limi
     assert await left(here) < A_MINUTE - 60
 
 
-async def test_a_client_whose_deadline_passed_in_the_engine_pays_for_its_prompt(limited):
+async def test_client_past_its_deadline_pays_for_its_prompt(limited):
     here = await limited(never)
     late = await here.ask(**LONG, stream=False, headers={DEADLINE: "900"})
     assert code(late, 504) == "deadline_exceeded" and len(here.engines.sent) == 1
     assert await left(here) < A_MINUTE - 60
 
 
-async def test_a_request_that_an_engine_failed_pays_nothing(limited):
+async def test_request_that_an_engine_failed_pays_nothing(limited):
     async def fails(_worker):
         raise RuntimeError("broken")
         yield
@@ -215,12 +205,12 @@ async def test_a_request_that_an_engine_failed_pays_nothing(limited):
 # -- deadlines -----------------------------------------------------------------------------------
 
 
-async def test_a_deadline_that_can_be_met_changes_nothing(cluster):
+async def test_deadline_that_can_be_met_changes_nothing(cluster):
     answer = await (await cluster()).ask(headers={DEADLINE: "60000"})
     assert answer.status_code == 200 and "[DONE]" in answer.text
 
 
-async def test_a_deadline_that_is_none_is_400_and_reaches_nobody(cluster):
+async def test_malformed_deadline_is_400_and_reaches_no_engine(cluster):
     here = await cluster()
     for value in ("0", "soon", "-1", "1.5"):
         answer = await here.ask(headers={DEADLINE: value})
@@ -229,7 +219,7 @@ async def test_a_deadline_that_is_none_is_400_and_reaches_nobody(cluster):
     assert here.engines.sent == []
 
 
-async def test_what_is_predicted_too_late_is_refused_before_it_waits(cluster):
+async def test_request_predicted_too_late_is_refused_at_once(cluster):
     here = await cluster()
     # 500 tokens one after another, at a worker's predicted pace of a millisecond and more.
     answer = await here.ask(stream=False, max_tokens=500, headers={DEADLINE: "90"})
@@ -237,7 +227,7 @@ async def test_what_is_predicted_too_late_is_refused_before_it_waits(cluster):
     assert here.engines.sent == [] and here.live.router.reservations == 0
 
 
-async def test_a_worker_that_would_be_late_is_bypassed_for_one_that_is_not(cluster):
+async def test_late_worker_is_bypassed_for_one_in_time(cluster):
     here = await cluster(never)
     # A long prompt keeps the first worker busy: its queue alone exceeds the deadline.
     first = asyncio.create_task(here.ask(messages=[{"role": "user", "content": "a " * 400}]))
@@ -250,7 +240,7 @@ async def test_a_worker_that_would_be_late_is_bypassed_for_one_that_is_not(clust
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-async def test_one_that_waits_in_an_engine_past_its_deadline_is_dropped_there(cluster, streamed):
+async def test_request_past_its_deadline_is_dropped_in_its_engine(cluster, streamed):
     here = await cluster(never)
     async with asyncio.timeout(SECOND_S):
         # Long enough for a busy machine to get it there.
@@ -264,7 +254,7 @@ async def test_one_that_waits_in_an_engine_past_its_deadline_is_dropped_there(cl
     assert record.end == "deadline"
 
 
-async def test_past_its_first_token_a_stream_is_not_cut_by_its_deadline(cluster):
+async def test_stream_past_its_first_token_outlives_its_deadline(cluster):
     async def slow(_worker):
         yield [event("one")]
         await asyncio.sleep(0.5)
@@ -274,7 +264,7 @@ async def test_past_its_first_token_a_stream_is_not_cut_by_its_deadline(cluster)
     assert answer.status_code == 200 and "two" in answer.text and "[DONE]" in answer.text
 
 
-async def test_what_passes_while_it_is_tokenized_never_reaches_an_engine(cluster, monkeypatch):
+async def test_request_late_while_tokenized_reaches_no_engine(cluster, monkeypatch):
     here = await cluster()
     tokens = here.decider._path.tokenizing.tokens
 
@@ -320,7 +310,7 @@ class Blocked:
 
 @pytest.fixture
 def blocked(monkeypatch):
-    # What is tiny never waits: the event loop itself tokenizes it.
+    # Tiny bodies never wait: the event loop itself tokenizes them.
     monkeypatch.setattr("kappa_router.api.render._TINY_BYTES", 0)
     made = []
 
@@ -333,7 +323,7 @@ def blocked(monkeypatch):
         one.let.set()
 
 
-async def test_a_tenant_that_fills_the_queue_leaves_others_their_share(cluster):
+async def test_tenant_that_fills_the_queue_leaves_others_their_share(cluster):
     gate = asyncio.Event()
 
     async def script(_worker):
@@ -354,7 +344,7 @@ async def test_a_tenant_that_fills_the_queue_leaves_others_their_share(cluster):
     assert (await here.ask("alice")).status_code == 200
 
 
-async def test_what_is_tokenized_counts_for_max_queue(cluster, blocked):
+async def test_tokenizing_counts_for_max_queue(cluster, blocked):
     here = await cluster(max_queue=1)
     tokenizers = blocked(here)
     tasks = [asyncio.create_task(here.ask())]
@@ -369,7 +359,7 @@ async def test_what_is_tokenized_counts_for_max_queue(cluster, blocked):
     assert len(here.decider._path.places) == 0 and (await here.ask()).status_code == 200
 
 
-async def test_a_small_request_does_not_wait_for_another_tenants_long_prompts(cluster, blocked):
+async def test_small_request_waits_for_no_other_tenants_long_prompts(cluster, blocked):
     here = await cluster()
     tokenizers = blocked(here)
     flood = [asyncio.create_task(here.ask("alice", messages=FLOOD)) for _ in range(3)]
@@ -387,7 +377,7 @@ async def test_a_small_request_does_not_wait_for_another_tenants_long_prompts(cl
 
 @pytest.mark.parametrize("path", [PATH, ROUTE])
 @pytest.mark.parametrize("waiting", [0, 1])
-async def test_a_deadline_is_kept_while_tokenizing_is_busy(cluster, blocked, path, waiting):
+async def test_deadline_is_kept_while_tokenizing_is_busy(cluster, blocked, path, waiting):
     here = await cluster()
     tokenizers = blocked(here)
     others = [asyncio.create_task(here.ask("alice")) for _ in range(waiting)]
@@ -411,7 +401,7 @@ async def test_waiting_to_be_tokenized_has_a_bound_without_a_deadline(cluster, b
 # -- logs ----------------------------------------------------------------------------------------
 
 
-async def test_no_text_of_a_prompt_is_logged_whatever_becomes_of_the_request(cluster, capsys):
+async def test_prompt_text_is_never_logged(cluster, capsys):
     secret = "swordfish"
 
     async def fails(_worker):

@@ -5,7 +5,6 @@ import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -14,11 +13,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from kappa.settings.routing import ObservingSettings
 from kappa_router.telemetry import Telemetry
 from kappa_router.tracing import Tracing
+from tests.router.timelines import reported, served
 
-RECORD = SimpleNamespace(
-    spent=SimpleNamespace(load_s=0.25, compute_s=0.5),
-    admitted=SimpleNamespace(device_tokens=10, host_tokens=320, new_tokens=64), ttft_s=None,
-)  # fmt: skip
+RECORD = reported(0.25, 0.5, 10, 320, 64)
 
 
 @contextmanager
@@ -54,16 +51,6 @@ def noting(tracing):
     return telemetry
 
 
-def serve(telemetry, request_id="r", status=200, traceparent=""):
-    chosen = SimpleNamespace(node=SimpleNamespace(name="c2c"))
-    decision = SimpleNamespace(chosen=chosen, worker="w", reason="load")
-    timeline = telemetry.begin(request_id, "alice", 100.0, traceparent)
-    timeline.tokenized(394, 100.1)
-    timeline.decided(decision, 100.3)
-    timeline.first_item(101.3)
-    telemetry.end(timeline, "done" if status == 200 else "engine_error", status, 102.0)
-
-
 def remembered(**settings):
     exporter = InMemorySpanExporter()
     tracing = Tracing(ObservingSettings(**settings), lambda _: RECORD, exporter)
@@ -71,11 +58,11 @@ def remembered(**settings):
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1/traces"])
-def test_a_collector_gets_the_request_as_one_trace(suffix):
+def test_collector_gets_the_request_as_one_trace(suffix):
     with collector() as (url, got):
         settings = ObservingSettings(otlp_endpoint=url + suffix, service_name="mine")
         tracing = Tracing(settings, lambda _: RECORD)
-        serve(noting(tracing))
+        served(noting(tracing))
         tracing.close()
     assert {path for path, _ in got} == {"/v1/traces"}
     resource = got[0][1].resource_spans[0]
@@ -94,13 +81,13 @@ def test_a_collector_gets_the_request_as_one_trace(suffix):
     assert lasted == pytest.approx(0.25e9, abs=1e3)
 
 
-def test_the_clients_trace_goes_on():
+def test_clients_trace_goes_on():
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     tracing, timelines, exporter = remembered(trace_share=0.0)
-    serve(timelines, "sampled", traceparent=parent)
-    serve(timelines, "without a parent")
-    serve(timelines, "unsampled", traceparent=parent[:-1] + "0")
-    serve(timelines, "nonsense", traceparent="x" * 300)
+    served(timelines, "sampled", traceparent=parent)
+    served(timelines, "without a parent")
+    served(timelines, "unsampled", traceparent=parent[:-1] + "0")
+    served(timelines, "nonsense", traceparent="x" * 300)
     tracing.close()
     roots = [s for s in exporter.get_finished_spans() if s.name == "decider"]
     assert [s.attributes["kappa.request_id"] for s in roots] == ["sampled"]
@@ -108,18 +95,18 @@ def test_the_clients_trace_goes_on():
     assert f"{roots[0].parent.span_id:016x}" == "b7ad6b7169203331"
 
 
-def test_a_share_of_the_requests_is_traced():
+def test_share_of_the_requests_is_traced():
     tracing, timelines, exporter = remembered(trace_share=0.25)
     for i in range(400):
-        serve(timelines, str(i))
+        served(timelines, str(i))
     tracing.close()
     traced = sum(span.name == "decider" for span in exporter.get_finished_spans())
     assert 50 < traced < 150
 
 
-def test_a_failed_request_is_an_error_span():
+def test_failed_request_is_an_error_span():
     tracing, timelines, exporter = remembered()
-    serve(timelines, status=502)
+    served(timelines, end=("engine_error", 502))
     tracing.close()
     (root,) = [s for s in exporter.get_finished_spans() if s.name == "decider"]
     assert not root.status.is_ok and root.status.description == "engine_error"
@@ -130,7 +117,7 @@ def test_spans_wait_for_the_workers_report_off_the_path():
 
     async def run():
         tracing = Tracing(ObservingSettings(), words.get, exporter, settle_s=0.01)
-        serve(noting(tracing))
+        served(noting(tracing))
         assert not exporter.get_finished_spans()
         words["r"] = RECORD
         await asyncio.sleep(0.05)
@@ -140,12 +127,12 @@ def test_spans_wait_for_the_workers_report_off_the_path():
     assert "load" in {span.name for span in exporter.get_finished_spans()}
 
 
-def test_a_request_that_ended_as_the_decider_stops_is_let_go():
+def test_request_that_ended_as_the_decider_stops_is_let_go():
     exporter = InMemorySpanExporter()
 
     async def run():
         tracing = Tracing(ObservingSettings(), lambda _: None, exporter, settle_s=30.0)
-        serve(noting(tracing))
+        served(noting(tracing))
         tracing.close()
 
     asyncio.run(run())
@@ -153,13 +140,13 @@ def test_a_request_that_ended_as_the_decider_stops_is_let_go():
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_with_the_collector_down_requests_end_as_ever_and_closing_is_bounded(protocol, caplog):
+def test_requests_end_and_close_is_bounded_without_a_collector(protocol, caplog):
     settings = ObservingSettings(otlp_endpoint="http://127.0.0.1:9", otlp_protocol=protocol)
     before = set(threading.enumerate())
     tracing = Tracing(settings, lambda _: RECORD)
     timelines = noting(tracing)
     for i in range(3000):  # more than the queue holds
-        serve(timelines, str(i))
+        served(timelines, str(i))
     assert timelines.timeline("2999").end == "done"
     tracing.close(timeout_s=0.2)
     spans = [t for t in threading.enumerate() if t.name == "spans" and t not in before]
@@ -170,16 +157,16 @@ def test_with_the_collector_down_requests_end_as_ever_and_closing_is_bounded(pro
     assert len(complaints) <= 1
 
 
-def test_a_collector_that_refuses_or_sleeps_costs_spans_only():
+def test_collector_that_refuses_or_sleeps_costs_spans_only():
     with collector(answer=503, delay_s=0.05) as (url, got):
         tracing = Tracing(ObservingSettings(otlp_endpoint=url), lambda _: RECORD)
         timelines = noting(tracing)
-        serve(timelines)
+        served(timelines)
         tracing.close(timeout_s=0.2)
         assert got and timelines.timeline("r").end == "done"
 
 
-def test_a_share_that_cannot_be_had_is_no_error_of_the_request():
+def test_unreadable_record_is_no_error_of_its_request():
     exporter = InMemorySpanExporter()
 
     def broken(_):
@@ -187,6 +174,6 @@ def test_a_share_that_cannot_be_had_is_no_error_of_the_request():
 
     tracing = Tracing(ObservingSettings(), broken, exporter)
     timelines = noting(tracing)
-    serve(timelines)
+    served(timelines)
     tracing.close()
     assert timelines.timeline("r").end == "done" and not exporter.get_finished_spans()

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from kappa_router.live.waiting import Waits, WorkerLostError
-
-_PATIENCE_S = 20.0
+from tests.router.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -18,7 +17,7 @@ async def never():
     await asyncio.Event().wait()
 
 
-async def test_a_result_comes_through_and_so_does_a_failure(waits):
+async def test_result_comes_through_and_so_does_a_failure(waits):
     async def result():
         return "a"
 
@@ -31,7 +30,7 @@ async def test_a_result_comes_through_and_so_does_a_failure(waits):
         await wait.of(late())
 
 
-async def test_a_loss_ends_the_wait_in_progress_and_those_to_come(waits):
+async def test_loss_ends_the_wait_in_progress_and_those_to_come(waits):
     wait = waits.begin("w")
     assert not waits.on("w")
     task = asyncio.create_task(wait.of(never()))
@@ -40,13 +39,13 @@ async def test_a_loss_ends_the_wait_in_progress_and_those_to_come(waits):
     assert waits.lose("w", "disconnected") == 1
     waits.lose("w", "left")
     with pytest.raises(WorkerLostError, match="disconnected"):
-        await asyncio.wait_for(task, _PATIENCE_S)
+        await asyncio.wait_for(task, PATIENCE_S)
     with pytest.raises(WorkerLostError, match="disconnected"):
         await wait.of(never())
     assert not waits.on("w")
 
 
-async def test_a_cancelled_wait_is_cancelled_even_if_the_worker_is_lost_then(waits):
+async def test_cancelled_wait_stays_cancelled_if_the_worker_is_lost(waits):
     task = asyncio.create_task(waits.begin("w").of(never()))
     await asyncio.sleep(0)
     task.cancel()
@@ -55,7 +54,7 @@ async def test_a_cancelled_wait_is_cancelled_even_if_the_worker_is_lost_then(wai
         await task
 
 
-async def test_only_those_who_wait_for_the_worker_lose_it_and_nothing_is_kept(waits):
+async def test_loss_ends_only_waits_for_its_worker_and_keeps_nothing(waits):
     mine, other = waits.begin("a"), waits.begin("b")
     assert waits.lose("a", "died") == 1
     waits.end("a", mine)

@@ -1,9 +1,9 @@
-"""What a plain Ray Serve LLM app needs to be priced by its own hardware: a `server_cls` of which
-each replica tells the router its node, and how many requests its engine has.
+"""A `server_cls` by which a plain Ray Serve LLM app is priced by its own hardware: each replica
+tells the router its node, and how many requests its engine has.
 
-`LLMConfig(server_cls="workers.announcing.AnnouncingServer", ...)`: nothing else changes, neither
-the engine nor what it is given but for a part of its worker that measures (`measured_worker`). The
-announcement travels with Ray Serve's routing statistics to `router.standalone`.
+`LLMConfig(server_cls="kappa_workers.announcing.AnnouncingServer", ...)` is all that changes; the
+engine's worker gets a part that measures (`kappa_workers.vllm.measured_worker`). The announcement
+travels with Ray Serve's routing statistics to `kappa_router.standalone`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from kappa_workers.vllm.arguments import EngineLimits
 log = structlog.get_logger(__name__)
 
 _EXTENSION = "kappa_workers.vllm.measured_worker.MeasuredWorker"
-# Its rates are replaced by what is measured.
+# Measured rates replace its own.
 _PRIOR = "h100-pcie5"
 _READ_BACK = EngineLimits(0, 0, 0, 0, 0, 0, "")
 
 
 class Announcing(Measuring):
-    """A part of an `LLMServer` of vLLM's engine, before which it stands among the bases."""
+    """A base class of an `LLMServer` with vLLM's engine, which stands before it among the bases."""
 
     async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         # Ray Serve awaits constructors.
@@ -55,11 +55,11 @@ class Announcing(Measuring):
             )  # fmt: skip
 
     def kappa_node(self) -> NodeProfile | None:
-        """What this replica runs on, for a subclass that knows; None: it is measured."""
+        """The node of this replica, where a subclass knows it; None: it is measured."""
         return None
 
     async def _announced(self, llm_config: Any, node: NodeProfile | None) -> Announcement:
-        vllm_config = self.engine._engine_client.vllm_config  # type: ignore[attr-defined]
+        vllm_config = self.engine._engine_client.vllm_config
         model, ranks = vllm_config.model_config, vllm_config.parallel_config.world_size
         name = str(llm_config.model_id)
         shape = shape_from_config(model.hf_config.to_dict(), name)
@@ -77,17 +77,14 @@ class Announcing(Measuring):
         return replace(announce(self._plan, replica, profile), measured={})
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Ray Serve's statistics, with what the replica announces and its load added."""
+        """Ray Serve's statistics, with the replica's announcement and its load."""
         stats = await super().record_routing_stats()  # type: ignore[misc]
         return {**stats, ANNOUNCEMENT_KEY: self._announcement, LOAD_KEY: self._load()}
 
     def _load(self) -> dict[str, Any]:
-        """Requests that the engine has not answered, whichever way they came; empty: not known."""
-        client = getattr(self.engine, "_engine_client", None)  # type: ignore[attr-defined]
-        if client is None:
-            return {}
-        count = client.output_processor.get_num_unfinished_requests()
-        return {"time_s": time.time(), "running": count}
+        """How many requests the engine has, and when; empty: not known."""
+        count = self._unanswered()
+        return {} if count is None else {"time_s": time.time(), "running": count}
 
 
 class AnnouncingServer(Announcing, LLMServer):

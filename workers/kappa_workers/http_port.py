@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import socket
 
 import uvicorn
@@ -57,7 +56,7 @@ class WorkerPort:
         self._server.should_exit = self._server.force_exit = True
         with contextlib.suppress(TimeoutError, asyncio.CancelledError):
             await asyncio.wait_for(self._task, _STOP_S)
-        # Forced, uvicorn leaves what is open to the end of the process.
+        # Forced, uvicorn keeps open connections until the process ends.
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
         for task in list(self._server.server_state.tasks):
@@ -67,15 +66,7 @@ class WorkerPort:
 
 
 def _listening(host: str) -> socket.socket:
-    """A TCP socket bound to a free port; OSError if the address is not this machine's."""
+    """A TCP socket on a free port; OSError if the address is not this machine's."""
     bare = host.strip("[]")
-    family = socket.AF_INET
-    with contextlib.suppress(ValueError):
-        family = socket.AF_INET6 if ipaddress.ip_address(bare).version == 6 else family
-    made = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        made.bind((bare, 0))
-    except OSError:
-        made.close()
-        raise
-    return made
+    family = socket.AF_INET6 if ":" in bare else socket.AF_INET
+    return socket.create_server((bare, 0), family=family)

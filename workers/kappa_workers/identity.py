@@ -1,5 +1,6 @@
-"""Who a worker is: the announcement made from its plan, its node and what was measured. A paced
-node keeps the profile it is paced by; one whose profile failed keeps the catalogue's. Pure."""
+"""What a worker is: the announcement made from its plan, its node and its measurements. A paced
+node keeps the profile it is paced by; a node that could not be measured keeps the catalogue's.
+Pure."""
 
 from __future__ import annotations
 
@@ -52,37 +53,34 @@ _LINE_ERROR = 0.1
 
 @dataclass(frozen=True, slots=True)
 class SparsePlan:
-    """How requests that may be answered approximately decode. heads: scores of their importance, as
-    numbers since the file need not be on the worker's machine. persistent_heads: most heads that
-    keep their KV on the device. loss: of perplexity, where it was measured."""
+    """How requests that may be answered approximately decode."""
 
     settings: SparseSettings = field(default_factory=SparseSettings)
+    # Scores of the heads' importance; numbers, since the file may be on another machine. None: all
+    # heads count alike.
     heads: HeadProfile | None = None
+    # The most heads that keep their KV on the device; None: no bound.
     persistent_heads: int | None = None
+    # Loss of perplexity; None: not measured.
     loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """What a replica must know before its engine starts; what is not explained here is as in the
-    settings.
+    """What a replica must know before its engine starts; fields without a note are as in the
+    settings."""
 
-    nodes: a profile per rank; a `paced` one is paced, any other is a prior until measured. served:
-    the shape of the model that runs; emulated: the shape that paced nodes act as. stream_host:
-    address for the report stream; empty: this machine's in Ray's cluster. gpus: of each worker.
-    peers: engines take blocks from each other's host tiers; nixl: they hand prompts over by vLLM's
-    connector. graphs: those of CUDA that the engine
-    was read back to run by. front_secret: what fronts show at the worker's own HTTP port; empty:
-    it has none. drain_s: what requests there get to end when it is taken away. silent_s: a
-    replica of which no thread runs for so long is ended."""
-
+    # A profile per rank: of source "paced" the node is paced as, any other a prior until measured.
     nodes: tuple[NodeProfile, ...]
+    # The shape of the model that runs.
     served: ModelShape
+    # The shape of the model that paced nodes act as.
     emulated: ModelShape
     limits: EngineLimits
     model_source: str
     chat_template: str
     cache_dir: str
+    # The address for the report stream; empty: this machine's address in Ray's cluster.
     stream_host: str
     scheduler: SchedulerOptions = field(default_factory=lambda: SchedulerOptions(STOCK))
     link: LinkRules = field(default_factory=LinkRules)
@@ -96,22 +94,29 @@ class WorkerPlan:
     sparse: SparsePlan = field(default_factory=SparsePlan)
     pool: str = ""
     role: str = "both"
+    # GPUs of each worker.
     gpus: int = 0
     transfer: TransferSettings = field(default_factory=TransferSettings)
+    # Whether engines hand prompts over by vLLM's connector.
     nixl: bool = False
+    # Whether engines take blocks from each other's host tiers.
     peers: bool = False
     observing: ObservingSettings = field(default_factory=ObservingSettings)
     log_level: str = "WARNING"
+    # vLLM's mode of CUDA graphs, read back from the engine; empty: not known.
     graphs: str = ""
+    # What fronts show at the worker's own HTTP port; empty: it has no such port.
     front_secret: str = ""
+    # Seconds that open requests get when the worker is taken away.
     drain_s: float = 60.0
+    # Seconds without a running thread after which the replica is ended.
     silent_s: float = 10.0
 
     def node(self, rank: int) -> NodeProfile:
         return self.nodes[rank % len(self.nodes)]
 
     def sized(self, memory_bytes: float, gpus: float) -> WorkerPlan:
-        """The same with a host tier for a machine of so much memory and so many GPUs, where the
+        """The same with a host tier for a machine with this memory and these GPUs, where the
         settings leave its size open."""
         if self.limits.host_bytes != BY_SHARE:
             return self
@@ -143,7 +148,8 @@ class WorkerPlan:
 
     @property
     def layers_loaded(self) -> int:
-        """One by one, for a request that is alone; 0: whole blocks are, ahead of its prompt."""
+        """Layers that load one by one for a request that is alone; 0: whole blocks load, ahead of
+        its prompt."""
         shape = self.served
         return shape.layers if self.link.by_layer and shape.kv_layers == shape.layers else 0
 
@@ -170,8 +176,8 @@ class WorkerPlan:
         }
 
     def engine_request(self, rank: int) -> dict[str, Any]:
-        """What `kappa_workers.vllm.measured_engine` is given; nothing of a paced engine, nor of one
-        of our own."""
+        """The arguments of `kappa_workers.vllm.measured_engine`; empty for a paced engine and for
+        ours."""
         node = self.node(rank)
         if self.kind != "vllm" or node.source == "paced":
             return {}
@@ -181,7 +187,7 @@ class WorkerPlan:
 def configure_vllm(
     config: Any, plan: WorkerPlan, rank: int, endpoints: Endpoints, tier: EngineTier
 ) -> None:
-    """Put what this replica's engine is started with into `config`, Ray Serve LLM's."""
+    """Put the arguments of this replica's engine into `config`, Ray Serve LLM's."""
     node = plan.node(rank)
     pace = Pace(plan.emulated, node) if node.source == "paced" else None
     scheduler = structs.replace(plan.scheduler.for_rank(rank), tenant_required=True)
@@ -196,7 +202,8 @@ def configure_vllm(
 
 
 def of_all_ranks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the ranks of one engine measured at once, each on its own device and link, as of one."""
+    """The measurements of one engine's ranks, each of its own device and link, as those of one
+    device."""
     sums = {name: sum(rank[name] for rank in ranks) for name in NODE_RATES if name in ranks[0]}
     return {**ranks[0], **sums}
 
@@ -247,7 +254,7 @@ def check_measured(measured: Mapping[str, Any]) -> None:
 
 
 def shortcomings(measured: Mapping[str, Any]) -> str:
-    """What of an engine was not measured, or fits badly, in sentences; empty if nothing."""
+    """Sentences on what of an engine was not measured or fits badly; empty if nothing."""
     found = [f"not measured: {each}" for each in measured.get("unmeasured", ())]
     step = measured.get("step")
     kind, p90 = worst_kind(step) if step else ("", 0.0)
@@ -270,20 +277,23 @@ def shortcomings(measured: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaId:
-    """Which replica it is: its worker's id, its rank, the model it serves, its report stream, where
-    peers can read its host tier."""
+    """Which replica it is, and where it can be reached."""
 
+    # Its worker's id.
     worker: str
     rank: int
+    # The model it serves.
     model: str
+    # Its report stream; empty: it has none.
     events_endpoint: str
     snapshot_endpoint: str
+    # Where peers can read its host tier; empty: nowhere.
     peer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a replica measured; or nothing, and why."""
+    """What a replica measured; empty with an error where that failed."""
 
     measured: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
@@ -297,38 +307,26 @@ def announce(
     tail: Mapping[str, Any] | None = None,
 ) -> Announcement:
     """The announcement of one replica. rates: what an engine that executes load plans measured
-    (`engine.profile`): its steps and plans are announced by them. tail: the rates by which an
+    (`kappa_engine.profile`): its steps and plans are announced by them. tail: the rates by which an
     engine of vLLM leaves part of a hit unloaded."""
-    paced, limits = plan.node(replica.rank).source == "paced", plan.limits
+    node, limits = plan.node(replica.rank), plan.limits
+    paced, fitted = node.source == "paced", fitted_step(profile.measured)
     shape = plan.emulated if paced else plan.served
-    node = measured_node(plan.node(replica.rank), profile.measured, shape)
-    load_plan: dict[str, Any] = {}
+    node = measured_node(node, profile.measured, shape)
     if rates:
         measured = rates_from_measured(rates)
-        step, link = measured.step, measured.load
+        step = measured.step
         node = replace(
             node,
             h2d_bytes_per_s=measured.h2d_bytes_per_s,
-            load_fixed_s=link.fixed_s,
+            load_fixed_s=measured.load.fixed_s,
             step_fixed_s=step.fixed_s,
         )
-        load_plan = {"planner": plan.planner, "act_share": plan.act_share, "rates": dict(rates)}
-        if plan.cpu_threads:
-            load_plan["cpu_room_share"] = plan.cpu_room_share
-        if plan.approx != "never":
-            load_plan["approx"] = plan.approx
-            if plan.sparse.loss:
-                load_plan["loss"] = plan.sparse.loss
+        load_plan = _executed_plan(plan, rates)
     else:
-        step = step_model(shape, node)
-        if not paced:
-            step = fitted_step(profile.measured) or step
-        planner = TAIL if tail else LOAD_ALL
-        if not tail and plan.layers_loaded:
-            tail = tail_rates(shape, node, plan.layers_loaded)
-        if tail:
-            load_plan = {"planner": planner, "act_share": 0.0, "rates": dict(tail)}
-    known = rates or paced or fitted_step(profile.measured)
+        step = step_model(shape, node) if paced or fitted is None else fitted
+        load_plan = _loaded_plan(plan, shape, node, tail)
+    known = plan.kind != "emulated" and (rates or paced or fitted)
     return Announcement(
         worker=replica.worker,
         model=replica.model,
@@ -350,7 +348,7 @@ def announce(
         peer=replica.peer,
         profile_error=profile.error or shortcomings(profile.measured),
         packs=packs(plan.scheduler.rule),
-        step_factor=plan.scheduler.step_factor if known and plan.kind != "emulated" else 0.0,
+        step_factor=plan.scheduler.step_factor if known else 0.0,
         engine=plan.kind,
         load_plan=load_plan,
         tier=plan.tier.kind,
@@ -360,3 +358,26 @@ def announce(
         role=plan.role,
         graphs=plan.graphs,
     )
+
+
+def _executed_plan(plan: WorkerPlan, rates: Mapping[str, Any]) -> dict[str, Any]:
+    """How an engine of ours brings a prefix back, by the rates that it measured."""
+    found = {"planner": plan.planner, "act_share": plan.act_share, "rates": dict(rates)}
+    if plan.cpu_threads:
+        found["cpu_room_share"] = plan.cpu_room_share
+    if plan.approx != "never":
+        found["approx"] = plan.approx
+        if plan.sparse.loss:
+            found["loss"] = plan.sparse.loss
+    return found
+
+
+def _loaded_plan(
+    plan: WorkerPlan, shape: ModelShape, node: NodeProfile, tail: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """How much of a hit an engine of vLLM loads; empty: all of it, ahead of the prompt."""
+    rates = tail
+    if not tail and plan.layers_loaded:
+        rates = tail_rates(shape, node, plan.layers_loaded)
+    planner = TAIL if tail else LOAD_ALL
+    return {"planner": planner, "act_share": 0.0, "rates": dict(rates)} if rates else {}

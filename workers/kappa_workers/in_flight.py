@@ -1,4 +1,4 @@
-"""Which requests are in a replica, and how much work of its worker they ask for. Each is reported
+"""The requests in a replica, and the work that they ask of its worker. Each is reported
 when it comes and when it is over, so every router knows of those that others sent. The decider also
 sends the seconds that it predicted: from these the autoscaler learns backlog and demand."""
 
@@ -24,23 +24,28 @@ from kappa.protocol import (
 )
 from kappa_workers.request_metadata import seconds_of, token_count
 
-# What arrived counts less and less: after so many seconds by a factor of e.
+# Seconds after which an arrival counts less by a factor of e.
 _WINDOW_S = 30.0
 
 
 @dataclass(slots=True)
 class _Entry:
-    """count: an id may be used twice at a time. link_s, gpu_s: predicted, until it is prefilled."""
+    """The requests here with one id."""
 
     arrival: Arrival
+    # Predicted seconds of the link; 0 once its prompt is computed.
     link_s: float
+    # Predicted seconds of the GPU; 0 once its prompt is computed.
     gpu_s: float
+    # Requests with this id: one may be used twice at a time.
     count: int = 0
+    # Tokens of those that ended.
     generated_tokens: int = 0
 
 
 class InFlightNews(NamedTuple):
-    """What came and went since the last news; all that is here, where that was asked for."""
+    """Requests that came and went since the last news, and all that are here where that was asked
+    for."""
 
     arrived: tuple[Arrival, ...]
     finished: tuple[str, ...]
@@ -77,8 +82,7 @@ class InFlight:
             token_count(metadata.get(key))
             for key in (DEVICE_TOKENS_KEY, HOST_TOKENS_KEY, PROMPT_TOKENS_KEY)
         )
-        fields = vars(body)
-        limit = token_count(fields.get("max_completion_tokens") or fields.get("max_tokens"))
+        limit = token_count(getattr(body, "max_tokens", None))
         new, disk = max(prompt - device - host, 0), token_count(metadata.get(DISK_TOKENS_KEY))
         arrival = Arrival(request_id, device, host, new, limit, disk_tokens=min(disk, host))
         link_s, gpu_s = seconds_of(metadata.get(LINK_S_KEY)), seconds_of(metadata.get(GPU_S_KEY))
@@ -124,7 +128,7 @@ class InFlight:
         return bool(self._arrived or self._finished)
 
     def news(self, *, everything: bool = False) -> InFlightNews:
-        """What to report; everything: with all that is here, oldest first."""
+        """The news to report; everything: with all requests that are here, oldest first."""
         with self._lock:
             here, finished, generated = self._entries, tuple(self._finished), self._generated
             arrived = tuple(here[name].arrival for name in self._arrived if name in here)
@@ -144,8 +148,9 @@ class InFlight:
         return sum(entry.link_s for entry in entries), sum(entry.gpu_s for entry in entries)
 
     def demand(self, now_s: float, max_sequences: int) -> float:
-        """Share of the worker's time that is asked for: of its link or its gpu by what arrives, or
-        of its places (requests that the engine serves at once) by what is open; the largest."""
+        """Share of the worker's time that is asked for, the largest of three: of its link and of
+        its GPU by arrivals, of its places (requests that the engine serves at once) by open
+        requests."""
         with self._lock:
             self._fade(now_s)
             # While it has not run for a whole window yet, what came is taken to go on.

@@ -1,4 +1,4 @@
-"""What each iteration of an engine did: totals for the worker's report and, on request, JSON lines.
+"""The record of an engine's iterations: totals for the worker's report and, on request, JSON lines.
 Totals leave every tenth of a second and whenever the engine falls idle; they are cumulative, so a
 lost message costs nothing. The engine does not wait for a disk: lines that it is too slow for
 are left out, where it is full they end, and the log says so once."""
@@ -26,26 +26,31 @@ _MOST_PENDING = 64
 
 @dataclass(slots=True)
 class Iteration:
-    """One iteration, as it was scheduled; seconds of the engine's own clock. queued: something
-    waited before it. blocks: held after it was scheduled. returned: planned, and then not admitted
-    by the engine. passed: left waiting, by reason. stock: in the engine's own order. step_s: until
-    its tokens were sampled."""
+    """One iteration, as it was scheduled; seconds of the engine's own clock."""
 
     started_s: float
     tokens: int = 0
     budget_tokens: int = 0
+    # Blocks held after it was scheduled.
     blocks: int = 0
     capacity_blocks: int = 0
+    # Whether a request waited before it.
     queued: bool = False
+    # Requests after it, by state.
     waiting: int = 0
     loading: int = 0
     running: int = 0
     admitted: int = 0
+    # Requests that were planned and then not admitted by the engine.
     returned: int = 0
     preempted: int = 0
+    # Requests left waiting, by reason.
     passed: Mapping[str, int] = field(default_factory=dict)
+    # Whether it ran in the engine's own order.
     stock: bool = False
+    # Seconds that the rule took.
     plan_s: float = 0.0
+    # Seconds until its tokens were sampled.
     step_s: float = 0.0
 
 
@@ -75,8 +80,8 @@ class IterationLog:
         self._pending.append(iteration)
 
     def ended(self, now_s: float) -> Iteration | None:
-        """The oldest one under way has its tokens; returns it, its seconds filled in. Iterations
-        that overlap share the time: each counts from the end of the one before."""
+        """The oldest iteration under way has its tokens; returns it, its seconds filled in.
+        Iterations that overlap share the time: each counts from the end of the one before."""
         if not self._pending:
             return None
         it = self._pending.popleft()

@@ -29,21 +29,21 @@ log = structlog.get_logger(__name__)
 _PROFILE_TIMEOUT_S = 60.0
 _READ_BACK_TIMEOUT_S = 60.0
 _LOCK_POLL_S = 0.1
-# Of the file: what an older one has means something else.
+# Raise it when the same fields come to mean something else.
 _PROFILE_FORMAT = 4
 
 
 class Measuring:
-    """A part of an `LLMServer` whose engine answers `kappa_workers.vllm.measured_worker`'s methods.
+    """A part of an `LLMServer`; its engine answers the methods of
+    `kappa_workers.vllm.measured_worker`."""
 
-    `_given` is the plan by which what was measured is found again, `_plan` what the engine made of
-    it.
-    """
-
+    # The plan as it was given: measurements of earlier starts are found by it.
     _given: WorkerPlan
+    # The same with what the engine chose.
     _plan: WorkerPlan
     _worker: str
     _rank: int
+    engine: Any
     collective_rpc: Callable[..., Awaitable[list[Any]]]
 
     async def _read_back(self) -> WorkerPlan:
@@ -67,13 +67,18 @@ class Measuring:
 
     async def _measure(self, *, again: bool = False) -> Profile:
         """This machine and engine, as measured now or at an earlier start; its disk as it is now.
-        again: the machine, whatever is known of it. The engine measures itself only before it
+        again: measure the machine even if it is known. The engine measures itself only before it
         serves: its blocks are written over."""
         if self._plan.kind == "vllm" and self._plan.tier.kind == STOCK_TIER:
             return Profile({}, "host_tier stock: nothing of ours runs in the engine to measure it")
         async with _alone(self._profile_path().with_suffix(".lock")):
             found = await self._measure_alone(again=again)
             return await self._with_disk(found) if self._plan.tier.disk_bytes else found
+
+    def _unanswered(self) -> int | None:
+        """Requests that the engine has not answered, whichever way they came; None: not known."""
+        client = getattr(self.engine, "_engine_client", None)
+        return client.output_processor.get_num_unfinished_requests() if client else None
 
     async def _with_disk(self, found: Profile) -> Profile:
         folder, block_bytes = Path(self._plan.tier.disk_dir), int(self._plan.block_bytes)
@@ -109,8 +114,8 @@ class Measuring:
         return Profile(measured)
 
     def _cached_profile(self) -> dict[str, Any]:
-        """What was measured at an earlier start; empty if nothing was, or if the file is not what
-        was written."""
+        """The measurements of an earlier start; empty if there are none, or if their file was
+        changed."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             known = dict(json.loads(self._profile_path().read_text()))
             check_measured(known)
@@ -124,7 +129,7 @@ class Measuring:
         machine += f"-{self._given.gpus}-{gpus_and_driver() if self._given.gpus else ''}"
         machine += f"-{engine_version()}-{os.environ.get('OMP_NUM_THREADS')}-{_PROFILE_FORMAT}"
         key = f"{machine}-{served.name}-{served.hidden}-{limits.dtype}-{limits.block_tokens}"
-        # What is measured, and how large: of an engine that is paced, the machine alone.
+        # The engine's own measurements and sizes: a paced engine has none.
         key += f"-{sorted(self._given.engine_request(self._rank))}-{self._given.tier.kind}"
         key += f"-{limits.max_batch_tokens}-{limits.max_sequences}-{limits.max_context_tokens}"
         digest = hashlib.sha256(key.encode()).hexdigest()[:16]

@@ -22,7 +22,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(slots=True)
 class _Block:
-    """token_ids: empty if the engine only named it."""
+    """A block; token_ids: empty if the engine only named it."""
 
     parent: Hash | None
     token_ids: list[int]
@@ -34,11 +34,12 @@ class _Block:
 
 @dataclass(slots=True)
 class _Group:
-    """A cache group: layers whose blocks are held together. index, kind, window: as the engine has
-    them, None if it does not say."""
+    """A cache group: layers with blocks that are held together."""
 
+    # The engine's number of it; None: it does not say, as the next two.
     index: int | None = None
     kind: str | None = None
+    # Tokens of a sliding window.
     window: int | None = None
     block_size: int = 0
     blocks: dict[Hash, _Block] = field(default_factory=dict)
@@ -86,12 +87,8 @@ class KvMirror:
         return [_encode(KVEventBatch(ts=0.0, events=lot)) for lot in lots]  # type: ignore[arg-type]
 
     def _group(self, index: int | None) -> _Group:
-        """Who does not say which means the one that describes blocks."""
-        at = self._first if index is None else index
-        group = self._groups.get(at)
-        if group is None:
-            group = self._groups[at] = _Group()
-        return group
+        """The group of this index; None: the one that describes blocks."""
+        return self._groups.setdefault(self._first if index is None else index, _Group())
 
     def _store(self, event: BlockStored) -> None:
         group, size = self._group(event.group_idx), event.block_size
@@ -134,8 +131,8 @@ class KvMirror:
 
 
 def _events(group: _Group, block_hash: Hash, block: _Block) -> Iterator[BlockStored | BlockRemoved]:
-    """What tells of a block. Only a device event has a block's salt, so what the device has lost is
-    announced as stored there and removed again."""
+    """The events of a block. Only a device event has a block's salt, so a block that the device has
+    lost is announced as stored there and removed again."""
     described = bool(block.token_ids)
     copies = max(block.device_copies, 1) if described else block.device_copies
     for medium in [_DEVICE] * copies + sorted(block.media):

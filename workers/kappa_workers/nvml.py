@@ -1,4 +1,4 @@
-"""What NVML knows of a machine's GPUs, and what they draw.
+"""A machine's GPUs and their power, as NVML knows them.
 
 NVML comes in as an argument (the module `pynvml` of nvidia-ml-py), so that it is testable where
 there is no GPU. It averages power over about a second on recent GPUs. Nothing here may fail a
@@ -81,12 +81,13 @@ class Nvml:
             self._handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
             self.gpus = tuple(
                 Gpu(
-                    index, _text(nvml.nvmlDeviceGetName(handle)),
+                    index,
+                    _text(nvml.nvmlDeviceGetName(handle)),
                     getattr(self._figure("nvmlDeviceGetMemoryInfo", handle), "total", None),
                     _text(nvml.nvmlDeviceGetUUID(handle)),
                 )
                 for index, handle in enumerate(self._handles)
-            )  # fmt: skip
+            )
         except nvml.NVMLError as error:
             self.__exit__()
             raise NoNvmlError(f"NVML does not list its GPUs: {error}") from None
@@ -109,7 +110,7 @@ class Nvml:
         return draw * share / 1e3, limit * share / 1e3
 
     def _figure(self, call: str, handle: Any) -> Any:
-        """What a call gives, power in milliwatts; None where the GPU has no such figure."""
+        """The figure of a call, power in milliwatts; None where the GPU has none."""
         try:
             return getattr(self._nvml, call)(handle)
         except self._nvml.NVMLError:
@@ -134,7 +135,7 @@ def gpus_and_driver() -> str:
 
 
 def power_reporter(announced: Announcement, gpus: int) -> PowerReporter:
-    """What adds power to the reports of a replica with so many GPUs, as long as it lives."""
+    """The function that adds power to the reports of a replica with `gpus` GPUs."""
     if not gpus or announced.node.source == "paced":
         return PowerReporter(announced)
     import pynvml

@@ -1,6 +1,6 @@
-"""Ends what must not outlive something. A replica whose engine is dead, or hangs, ends itself: Ray
-sees a dead process sooner than a sick one. One that cannot even do that is ended by its fence. And
-a process that an engine started goes with its replica, killed or not."""
+"""Ends processes that must not live on. A replica ends itself when its engine is dead or hangs: Ray
+sees a dead process sooner than a sick one. A replica that cannot even do that is ended by its
+fence. The processes that an engine started end with its replica, also where that is killed."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _HANG_S = 120.0
 _HANG_STEPS = 10.0
 _LONGEST_LOOK_S = 5.0
 _BEAT_S = 0.5
-# It counts seconds in which it ran itself: a machine that slept is nobody's fault. Without imports
-# beyond these it is a process of some 8 MB.
+# It counts seconds in which it ran itself: a machine may have slept. With these imports alone it is
+# a process of some 8 MB.
 _FENCE = """
 import os, select, signal, sys
 owner, most, silent = os.pidfd_open(int(sys.argv[1])), int(sys.argv[2]), 0
@@ -116,8 +116,9 @@ def fence(patience_s: float) -> threading.Thread | None:
     seconds = str(max(round(patience_s), 1))
     keeper = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _FENCE, str(os.getpid()), seconds],
-        stdin=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
 
     def beat() -> None:
         assert keeper.stdin is not None

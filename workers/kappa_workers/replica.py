@@ -1,6 +1,6 @@
 """The Ray Serve replica that owns one engine. Replicas of one deployment share their arguments, so
 each picks its node by its rank, gives its engine endpoints and pace, has the engine's worker
-process measure the machine, and announces all of it through Serve's routing statistics."""
+process measure the machine, and announces the results through Serve's routing statistics."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class KappaServer(Measuring, LLMServer):
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits constructors
         self, llm_config: Mapping[str, Any], *, plan: WorkerPlan
     ) -> None:
-        """`llm_config`: the arguments of Ray Serve LLM's, which whoever deploys does not import."""
+        """`llm_config`: arguments of Ray Serve LLM's `LLMConfig`, which the deployer cannot
+        import."""
         configure_logs(plan)
         config = LLMConfig(**llm_config)
         if plan.gpus:
@@ -200,7 +201,7 @@ class KappaServer(Measuring, LLMServer):
         return {**await super().record_routing_stats(), ANNOUNCEMENT_KEY: self._announcement}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `workers.scaling` decides by: seconds that wait here, and demand."""
+        """What `kappa_workers.scaling` decides by: seconds that wait here, and demand."""
         here = self._stream.in_flight
         return {
             BACKLOG_KEY: max(here.backlog_s()),
@@ -225,17 +226,12 @@ class KappaServer(Measuring, LLMServer):
                 await super().check_health()
                 if self._hang is not None:
                     messages = self._stream.totals.engine_messages
-                    self._hang.look(time.monotonic(), self._owed(), messages)
+                    self._hang.look(time.monotonic(), self._unanswered() or 0, messages)
             except Exception as error:
                 last = self._stream.in_flight.last(_IN_FLIGHT_NAMED)
                 self._death = f"worker {self._worker}: {error!r}; last of its requests: {last}"
         if self._death:
             raise EngineDiedError(self._death)
-
-    def _owed(self) -> int:
-        """Requests that the engine has not answered, whatever their clients have read of it."""
-        client = getattr(self.engine, "_engine_client", None)
-        return client.output_processor.get_num_unfinished_requests() if client else 0
 
     async def _start_engine(self) -> None:
         # As Ray's, without its usage report: that starts one more actor of some 400 MB.

@@ -34,8 +34,8 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class ReportStream:
-    """Owns the replica's sockets and the thread that serves them. `complete` adds what is known
-    besides the engine's measurements; called on that thread."""
+    """Owns the replica's sockets and the thread that serves them. `complete` adds to a report what
+    the engine does not measure; called on that thread."""
 
     def __init__(self, worker: str, host: str, stats_endpoint: str, kv_endpoint: str) -> None:
         """Bind the public endpoints on `host` (free ports) and the private ones as given."""
@@ -134,7 +134,7 @@ class ReportStream:
             self._held.append(payload)
 
     def _forget(self, why: str, seq: int) -> None:
-        """The engine's events are incomplete: what is known of its blocks holds no longer."""
+        """The engine's events are incomplete: forget its blocks."""
         log.warning("engine_events_lost", worker=self._worker, why=why, seq=seq)
         self._mirror.clear()
         self._publish_blocks()
@@ -146,7 +146,7 @@ class ReportStream:
         return self._epoch_s + time.monotonic()
 
     def _due_s(self) -> float:
-        """When what is there by now is to leave."""
+        """When the next lot is due."""
         due_s = self._last_report_s + _REPORT_EVERY_S
         if self.totals.first_tokens:
             return min(due_s, self._last_lot_s + _FIRST_TOKENS_EVERY_S)
@@ -175,7 +175,7 @@ class ReportStream:
         self._publish_blocks()  # The mirror has them.
         seq = self._seq.to_bytes(8, "big")
         self._snapshots.send_multipart([identity, b"", seq, *self._mirror.snapshot()])
-        # What is no part of a snapshot follows it, numbered, for everybody.
+        # The rest follows the snapshot as a numbered report, to all readers.
         self.totals.report_all()
         self._last_report_s = float("-inf")
 

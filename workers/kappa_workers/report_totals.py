@@ -1,5 +1,5 @@
-"""Adds up what an engine's processes measured, and what came to a replica and left it. Totals only
-rise within one life of a replica; lists start anew with each report. Pure."""
+"""Adds up the measurements of an engine's processes, and the requests that came to a replica and
+left it. Totals only rise within one life of a replica; each report has lists of its own. Pure."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class ReportTotals:
         self._totals["event_gaps_total"] += events
 
     def take(self, now_s: float) -> WorkerReport:
-        """The report so far; its per-report lists start anew. Charges are those that changed; now
-        and then all, for a decider that missed some."""
+        """The report since the last one. It has the charges that changed; every ten seconds all of
+        them, for a decider that missed some."""
         self._charged.update(self._charges)
         everything = now_s - self._reported_all_s >= _REPORT_ALL_EVERY_S
         if everything:
@@ -112,7 +112,7 @@ class ReportTotals:
                 self._average("net_tokens_per_s", _number(m["tokens"]), took_s)
             case "room":
                 self._latest["host_spare_blocks"] = int(_number(m["blocks"]))
-            case "wait":  # A call held the engine up for stores whose blocks it wanted back.
+            case "wait":  # A call held the engine up until stores gave back their blocks.
                 self._totals["store_wait_seconds_total"] += _number(m["took_s"])
             case "store_dropped":
                 self._totals["stores_dropped_total"] += 1
@@ -151,7 +151,7 @@ class ReportTotals:
             self._spent.append(Spent(str(request_id), _number(load_s), _number(compute_s)))
 
     def _add_iterations(self, m: Message) -> None:
-        """The scheduler's own totals (`workers.iteration_log`); cumulative."""
+        """The scheduler's own totals (`kappa_workers.iteration_log`); cumulative."""
         for tenant, charge in m["charges"].items():
             self._charges[str(tenant)] = TenantCharge(str(tenant), *map(_number, charge))
         self._latest["passed_total"] = {str(why): int(n) for why, n in m["passed"].items()}

@@ -1,5 +1,5 @@
-"""What the decider sent along with a request, as `vllm_xargs` of a body or
-`SamplingParams.extra_args`. Nothing in it may end an engine: what cannot be read counts as not
+"""Reads what the decider sent with a request, as `vllm_xargs` of a body or
+`SamplingParams.extra_args`. No value may end an engine: one that cannot be read counts as not
 sent."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def plan_of(sampling_params: Any) -> str:
 
 
 def tenant_of(metadata: Mapping[str, Any] | None) -> str:
-    """Whose a request is; "" if nothing usable says so."""
+    """A request's tenant; "" if it is not named, or not by a string."""
     tenant = (metadata or {}).get(TENANT_KEY)
     return tenant if isinstance(tenant, str) else ""
 

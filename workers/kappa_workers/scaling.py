@@ -1,6 +1,6 @@
 """How many workers a pool should have: enough to serve the arrivals at the target utilisation and
-to clear what waits within the target seconds. `workers.scaling_policy` asks this for Ray Serve.
-Pure."""
+to clear what waits within the target seconds. `kappa_workers.scaling_policy` asks this for Ray
+Serve. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ BACKLOG_KEY = "kappa_backlog_s"
 DEMAND_KEY = "kappa_demand"
 """Names of a `WorkerLoad`'s figures among the statistics that Ray Serve collects."""
 
-# A pool shrinks only if what is left stays so far below the target: what made one worker too many a
-# moment ago must not make it one too few at once.
+# A pool shrinks only if the workers that stay remain below the target by this share: a pool that
+# had one worker too many must not have one too few a moment later.
 _SLACK = 0.1
 _ROUNDING = 1e-6
 

@@ -10,12 +10,9 @@ from ray.serve.config import AutoscalingContext
 from kappa_workers.scaling import ScalingRule, loads_in
 
 
-class BacklogPolicy:
-    """Enough workers for the predicted seconds of work that arrive and wait."""
-
-    def __init__(self, *, target_backlog_s: float, target_utilisation: float) -> None:
-        """As `kappa.settings.pools.ScalingSettings` has them."""
-        self._rule = ScalingRule(target_backlog_s, target_utilisation)
+class BacklogPolicy(ScalingRule):
+    """Enough workers for the predicted seconds of work that arrive and wait; its fields are as in
+    `kappa.settings.pools.ScalingSettings`."""
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """The number wanted, and no state; while no worker has reported, as many as there are."""
@@ -25,4 +22,4 @@ class BacklogPolicy:
         }
         loads = loads_in(figures, map(str, context.running_replicas))
         current = context.target_num_replicas
-        return self._rule.wanted(loads, current) if loads else current, {}
+        return self.wanted(loads, current) if loads else current, {}

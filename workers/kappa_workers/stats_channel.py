@@ -16,7 +16,7 @@ _HOLD_S = 0.05
 
 
 class StatsSender:
-    """Sends small dictionaries from an engine process; drops them when nobody reads."""
+    """Sends small dictionaries from an engine process; drops them where there is no reader."""
 
     def __init__(self, endpoint: str) -> None:
         """Connect to `endpoint` (``ipc://path``); an empty one makes every send a no-op."""

@@ -1,7 +1,8 @@
 """A complete Llama checkpoint of half a million parameters, made from a seed: a model for tests and
-the demo that every engine loads and nobody fetches. Its random weights are scaled so that attention
-looks at the whole context: an engine that hands back the wrong KV gives other tokens. Made by
-numpy, tokenizers and safetensors alone, so the files are the same everywhere, byte for byte."""
+the demo that every engine loads and that is never fetched. Its random weights are scaled so that
+attention looks at the whole context: an engine that hands back the wrong KV gives other tokens.
+Made by numpy, tokenizers and safetensors alone, so the files are the same everywhere, byte for
+byte."""
 
 import hashlib
 import json
@@ -109,7 +110,7 @@ def make_tiny_model(directory: str | Path, corpus: Iterable[str], seed: int = 0)
         vocab_size = _write_tokenizer(made, texts)
         _write_weights(made, vocab_size, seed)
         _write_configs(made, vocab_size)
-        _write_json(made / FINGERPRINT_FILE, fingerprint)
+        write_json(made / FINGERPRINT_FILE, fingerprint)
         try:
             if target.exists():
                 os.rename(target, Path(scratch) / "old")
@@ -139,7 +140,7 @@ def _write_tokenizer(directory: Path, texts: list[str]) -> int:
         single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, bos_id)]
     )
     tokenizer.save(str(directory / "tokenizer.json"))
-    _write_json(
+    write_json(
         directory / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -195,7 +196,7 @@ def _write_weights(directory: Path, vocab_size: int, seed: int) -> None:
 
 def _write_configs(directory: Path, vocab_size: int) -> None:
     bos, eos, end = (SPECIAL_TOKENS.index(token) for token in ("<s>", "</s>", "<|end|>"))
-    _write_json(
+    write_json(
         directory / "config.json",
         {
             "architectures": ["LlamaForCausalLM"],
@@ -214,11 +215,12 @@ def _write_configs(directory: Path, vocab_size: int) -> None:
             "pad_token_id": eos,
         },
     )
-    _write_json(
+    write_json(
         directory / "generation_config.json",
         {"bos_token_id": bos, "eos_token_id": [eos, end], "pad_token_id": eos},
     )
 
 
-def _write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object) -> None:
+    """Write a file of JSON as Hugging Face's libraries do."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -2,7 +2,7 @@
 environment asks for: `KAPPA_QUEUE_SPIN_S`: queues in shared memory busy-wait for so long instead of
 a second, which on a paced node, or one with few cores, burns a core per engine.
 `KAPPA_DIE_WITH_PARENT`: engine processes end with a killed parent and with their replica
-(`workers.reaper`). `KAPPA_LOG`: how they log (`log_setting`)."""
+(`kappa_workers.reaper`). `KAPPA_LOG`: how they log (`log_setting`)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,22 @@ _LONGEST_NAP_MS = 100
 
 
 def register() -> None:
-    if os.environ.get(REAP_ENV):
-        die_with_parent()
-        follow_owner()
+    end_with_owner()
     if setting := os.environ.get(LOG_ENV):
         log_as(setting)
     if spin := os.environ.get(SPIN_ENV):
         shorten_queue_spin(float(spin))
 
 
+def end_with_owner() -> None:
+    """End this process with its parent and with its replica, where the environment asks for it."""
+    if os.environ.get(REAP_ENV):
+        die_with_parent()
+        follow_owner()
+
+
 def log_setting(log_format: str, log_file: str | None, level: str) -> str:
-    """How to log, as a value for the environment that `log_as` reads."""
+    """The settings of the log as a value for the environment, which `log_as` reads."""
     return f"{log_format}|{level}|{log_file or ''}"
 
 

@@ -1,8 +1,8 @@
 """A running cluster: Ray started or joined, the application deployed and warm, then taken back.
 
-Without an address `Cluster` starts Ray on this machine, on loopback, and stops all of it. With one
-it joins that Ray cluster and takes back only what it brought. It is ready when every worker has
-answered real requests.
+Without an address `Cluster` starts Ray on this machine, on loopback, and stops it whole. With an
+address it joins that Ray cluster and later removes only its own application. It is ready when every
+worker has answered real requests.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WARM_ROUNDS = 7
 
 
 def set_environment(log_level: str) -> None:
-    """What this process and its children are to find set; before Ray and vLLM are imported."""
+    """Set variables for this process and its children; call it before Ray and vLLM are imported."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray's own 15 gives engines and fronts a thirtieth of what else runs gets of a busy core.
@@ -54,9 +54,6 @@ def set_environment(log_level: str) -> None:
 class Cluster:
     """A running cluster; use as a context manager."""
 
-    engines_beside = 0
-    """Engines that a subclass starts next to ours; Ray gets CPUs for them."""
-
     def __init__(
         self,
         settings: ClusterSettings,
@@ -66,7 +63,7 @@ class Cluster:
         """`address`: of a running Ray cluster to join, `HOST:PORT` or `auto`; none: start one."""
         self.settings = settings
         self._progress = progress
-        most = sum(pool.most for pool in settings.all_pools) + self.engines_beside
+        most = sum(pool.most for pool in settings.all_pools)
         self._ray = JoinedRay(address) if address else OwnRay(most)
         self._door: FrontDoor | None = None
         self.url = ""
@@ -99,7 +96,7 @@ class Cluster:
         self._ray.start(self.settings.log_level)
         if self._ray.joined:
             self._check(Facts(self.settings, models, machines=machines()))
-        self._ray.serve_on()
+        self._ray.serve_on(self.settings.log_level)
         # Imported here, since it takes half a second and needs no Ray.
         from kappa_deploy.app.front_door import FrontDoor
 
@@ -163,13 +160,13 @@ class Cluster:
         client.post("/v1/chat/completions", json=body).raise_for_status()
 
     def use_policy(self, name: str) -> None:
-        """Have its one decider decide by another policy from now on."""
+        """Let its only decider choose by another policy from now on."""
         from ray import serve
 
         serve.get_app_handle(APP).use_policy.remote(name).result(timeout_s=_POLICY_TIMEOUT_S)
 
     def ended(self) -> str:
-        """Why the cluster can serve no more, as "" while it can."""
+        """Why the cluster can serve no more; empty while it can."""
         if self._door is not None and (why := self._door.ended()):
             return f"{why}; start the cluster again"
         dead = self._ray.dead()

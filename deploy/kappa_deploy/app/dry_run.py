@@ -1,7 +1,7 @@
-"""What a start would ask of vLLM, Ray and the machine, and what is wrong; nothing is started.
+"""A start without starting: what it would ask of vLLM, Ray and the machine, and its faults.
 
-Made by the very functions of the start (`kappa_deploy.app.plan`,
-`kappa_workers.identity.configure_vllm`). What only a start knows stands in by name: sockets, the
+The functions of a real start make it (`kappa_deploy.app.plan`,
+`kappa_workers.identity.configure_vllm`). Names stand in for what only a start knows: sockets, the
 port of an LMCache server, rates once measured.
 """
 
@@ -71,7 +71,7 @@ def faults_of(found: Mapping[str, Any]) -> list[str]:
 
 
 def _built_in(settings: ClusterSettings) -> Model | None:
-    """What is known by its name of a model that is not on disk."""
+    """The built-in shape of a model that is not on disk; None: its name is not known."""
     try:
         shape = model_shape(str(settings.model.source).rstrip("/"))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What keeps a cluster from starting, told apart by exit code."""
+"""Errors that keep a cluster from starting, with their exit codes."""
 
 
 class StartError(RuntimeError):

@@ -29,11 +29,9 @@ def front_door_spec(settings: ClusterSettings, folder: Path) -> GatewaySpec:
         settings.http, settings.access, folder=folder, decided=DECIDED, own=own_paths(names),
         max_body_bytes=settings.router.max_body_bytes, foreign=False,
     )  # fmt: skip
-    # A first token may take so long; who is silent is lost.
+    # A first token may take as long as a request; a decider that is silent for longer is lost.
     router = settings.router
-    bounds = replace(
-        spec.bounds, silent_s=router.request_timeout_s, lost_s=router.stale_after_s
-    )  # fmt: skip
+    bounds = replace(spec.bounds, silent_s=router.request_timeout_s, lost_s=router.stale_after_s)
     return replace(spec, bounds=bounds)
 
 
@@ -67,7 +65,7 @@ class FrontDoor:
         return str(error) if error is not None else ""
 
     def stop(self, drain_s: float) -> None:
-        """Take no new requests, give open ones so long, and end it; safe to call twice."""
+        """Refuse new requests, give open ones `drain_s`, then end Envoy; safe to call twice."""
         if self._thread.is_alive():
             ending = asyncio.run_coroutine_threadsafe(self._gateway.stop(drain_s), self._loop)
             try:

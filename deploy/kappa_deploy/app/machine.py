@@ -1,7 +1,7 @@
 """A machine's facts: what it offers Ray, its memory and its GPUs.
 
-`read_machine` alone reads them; a node of Ray's and a text that describes another machine give the
-same record. None is a fact that is not known: checks leave it out.
+Only `read_machine` reads them; a node of Ray's and a text that describes another machine give the
+same record. None stands for a fact that is not known: checks leave it out.
 """
 
 from __future__ import annotations
@@ -38,52 +38,55 @@ _TYPE_LABEL, _TYPE_RESOURCE = "ray.io/accelerator-type", "accelerator_type:"
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """One GPU: its memory in all, and the version of the driver, empty if not known."""
+    """One GPU."""
 
     name: str
+    # Its memory in all; None: not known.
     memory_bytes: int | None = None
+    # The version of its driver; empty: not known.
     driver: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where workers may run.
-
-    offers: to Ray, in all (CPU, GPU, custom resources), under labels. memory_bytes: that may still
-    be used, below the limits of cgroups. shm_bytes: free in /dev/shm. gpus: those that may be
-    used; no_gpus: why there are none. engine_build: of the vLLM installed, "cuda" or "cpu".
-    """
+    """A machine where workers may run."""
 
     name: str
+    # Resources that it offers to Ray in all: CPU, GPU, custom ones.
     offers: Mapping[str, float]
+    # Its labels in Ray.
     labels: Mapping[str, str] = field(default_factory=dict)
+    # Memory that may still be used, below the limits of cgroups; None: not known.
     memory_bytes: int | None = None
+    # Free in /dev/shm; None: not known.
     shm_bytes: int | None = None
+    # GPUs that may be used; None: not known.
     gpus: tuple[GpuFacts, ...] | None = None
+    # Why there is no GPU.
     no_gpus: str = ""
+    # The build of vLLM that is installed, "cuda" or "cpu"; empty: none, or not known.
     engine_build: str = ""
 
     @classmethod
     def of_ray(cls, node: Mapping[str, Any]) -> Machine:
-        """From an entry of `ray.nodes()`, which tells neither a GPU's memory nor its driver."""
+        """A machine by an entry of `ray.nodes()`, which tells neither a GPU's memory nor its
+        driver."""
         offers: dict[str, float] = node["Resources"]
         labels: dict[str, str] = node.get("Labels") or {}
         kinds = [name.removeprefix(_TYPE_RESOURCE) for name in offers if _TYPE_RESOURCE in name]
         kind = labels.get(_TYPE_LABEL) or next(iter(kinds), "GPU")
-        shares = ("memory", "object_store_memory")
+        # Ray divides what it found free between everything else and its object store.
+        shares = [offers[name] for name in ("memory", "object_store_memory") if name in offers]
         return cls(
             name=str(node["NodeManagerHostname"]),
             offers=offers,
             labels=labels,
-            # Ray divides what it found free between its object store and everything else.
-            memory_bytes=int(sum(offers[s] for s in shares))
-            if set(shares) <= set(offers)
-            else None,
+            memory_bytes=int(sum(shares)) if len(shares) == 2 else None,
             gpus=(GpuFacts(kind),) * int(offers.get("GPU", 0)),
         )
 
     def folder_bytes(self, folder: str) -> int | None:
-        """Free in a folder, 0 if this user cannot write there; None of another machine."""
+        """Bytes free in a folder, 0 if this user cannot write there; None on another machine."""
         return _folder_bytes(folder) if self.name == THIS else None
 
     def lacks(self, pool: PoolSettings) -> list[str]:
@@ -115,8 +118,8 @@ _DRAIN_S = 5.0
 
 
 def settings_without_file(machine: Machine, disk_dir: Path | None = None) -> dict[str, Any]:
-    """What is served without a cluster file: a small real model, under vLLM's CUDA build by a
-    worker on each GPU, else by two on the CPU, one with its host tier in memory, one on disk.
+    """Settings where there is no cluster file: a small real model, under vLLM's CUDA build with a
+    worker on each GPU, else with two on the CPU, one with its host tier in memory, one on disk.
 
     disk_dir: folder of that disk tier; none: it is in memory, too.
 

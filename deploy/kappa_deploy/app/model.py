@@ -31,17 +31,17 @@ _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model on disk or by name: where it is, its shape and its chat template.
+    """A model on disk or by name."""
 
-    no_weights: what its folder lacks of them; empty: nothing, or it is not a folder. adapter_rank:
-    the highest of its LoRA adapters; 0: it has none. family: its config's `model_type`.
-    """
-
+    # Its folder, or its name on the hub.
     source: str
     shape: ModelShape
     chat_template: str
+    # The weights that its folder lacks; empty: none, or it is not a folder.
     no_weights: str = ""
+    # The highest rank of its LoRA adapters; 0: it has none.
     adapter_rank: int = 0
+    # Its config's `model_type`.
     family: str = ""
 
 
@@ -53,16 +53,15 @@ def prepare_model(
     Raises:
         StartError: it cannot be had, or not be read.
     """
-    if settings.model.source == smollm2.NAME:
-        made = smollm2.smollm2(home() / "models", progress)
-        return _read(str(made), settings, _made_here(made))
+    source = str(settings.model.source)
+    if source == smollm2.NAME:
+        smollm2.smollm2(home() / "models", progress)
     try:
-        source = str(settings.model.source)
         return model_here(settings) or _read(source, settings, _by_transformers(source))
     except PreflightError:
         raise
     except Exception as error:  # transformers lets through what its parts raise
-        raise _unread(str(settings.model.source), error) from None
+        raise _unread(source, error) from None
 
 
 def prepare_models(
@@ -115,7 +114,7 @@ def _unread(source: str, error: Exception) -> PreflightError:
 
 
 def _made_here(folder: Path) -> tuple[dict[str, Any], str]:
-    """Configuration and chat template of a model that we wrote, in which nothing is left out."""
+    """Configuration and chat template of a model that we wrote, which has no gaps."""
     config, tokenizer = (
         json.loads((folder / name).read_text(encoding="utf-8"))
         for name in ("config.json", "tokenizer_config.json")
@@ -124,8 +123,8 @@ def _made_here(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def _by_transformers(source: str, *, is_offline: bool = False) -> tuple[dict[str, Any], str]:
-    """The same of any other: its family's defaults stand in for what its configuration leaves out.
-    Four seconds of a core and 340 MB, torch among them."""
+    """The same of any other model: its family's defaults fill gaps in its configuration. Takes four
+    seconds of a core and 340 MB, torch among them."""
     from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
     try:
@@ -163,7 +162,7 @@ def _read(source: str, settings: ClusterSettings, found: tuple[dict[str, Any], s
 def adapter_rank(name: str, folder: str, config: Mapping[str, Any]) -> int:
     """The rank of a LoRA adapter in PEFT's layout, made for a model of this configuration.
 
-    One whose base has another name but layers as wide is logged: mirrors rename models.
+    An adapter is logged if its base has another name but layers as wide: mirrors rename models.
 
     Raises:
         PreflightError: it is not there, cannot be read, or was made for another model.
@@ -205,7 +204,7 @@ def adapter_rank(name: str, folder: str, config: Mapping[str, Any]) -> int:
 
 
 def _no_weights(folder: Path) -> str:
-    """What a model's folder lacks of its weights."""
+    """The weights that a model's folder lacks; empty: none, or it is not a folder."""
     if not folder.is_dir():
         return ""
     for index in sorted(folder.glob("*.index.json")):

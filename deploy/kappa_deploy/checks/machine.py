@@ -59,7 +59,7 @@ def gpus(facts: Facts) -> Finding:
 
 
 def cluster_file(facts: Facts) -> Finding:
-    """What a dry run finds."""
+    """The cluster file, by a dry run."""
     if facts.file_faults is None:
         return Finding("skip", "of a cluster file: give --config")
     if facts.file_faults:

@@ -1,4 +1,4 @@
-"""Whether rendered manifests hold what their schemas, and our settings in them, demand. No cluster.
+"""Whether rendered manifests meet their schemas, and our settings in them. Needs no cluster.
 
 Built-in kinds are checked against Kubernetes' schemas (strictly: an unknown field is a fault), the
 RayService against KubeRay's CRD and its pods against Kubernetes', the Serve configuration inside
@@ -140,7 +140,7 @@ def _serve_config(document: Document) -> Iterator[str]:
 
 
 def settings_in(ray_service: Document) -> ClusterSettings:
-    """What the `args` of a RayService's application say.
+    """The settings in the `args` of a RayService's application.
 
     Raises:
         SettingsError: there is no one application, or its `args` are no settings.

@@ -1,7 +1,7 @@
 """Pools that fit no machine, and workers that find no place beside the others. Pure.
 
-Ray would leave such a worker pending for ever; here it is an error, with what is missing and what
-there is.
+Ray would leave such a worker pending for ever; here it is an error that names what the pool wants
+and what the machines have.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def misfits(pools: Sequence[PoolSettings], machines: Sequence[Machine]) -> dict[
 
 
 def _of_ranks(pool: PoolSettings, machines: Sequence[Machine]) -> str:
-    """What to say where machines have a worker's GPUs together, and none alone."""
+    """A hint where machines have a worker's GPUs together, and none alone."""
     gpus, offered = pool.placement.gpus, [machine.offers.get("GPU", 0) for machine in machines]
     if gpus <= max(offered, default=0) or gpus > sum(offered):
         return ""
@@ -55,8 +55,8 @@ def _of_ranks(pool: PoolSettings, machines: Sequence[Machine]) -> str:
 def _without_place(
     pools: Iterable[PoolSettings], machines: Sequence[Machine]
 ) -> Iterator[tuple[str, str]]:
-    """Pools whose workers do not all find a place when those are placed first that the fewest
-    machines suit, and of them the most demanding."""
+    """Pools with workers that find no place. Pools that fit the fewest machines are placed first,
+    and among these the most demanding."""
     free = [dict(machine.offers) for machine in machines]
 
     def freedom(pool: PoolSettings) -> tuple[int, float]:

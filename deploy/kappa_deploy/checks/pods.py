@@ -146,7 +146,7 @@ def quantity(text: str | int | float) -> Decimal:
 
 
 def _fronts(group: Document) -> float:
-    """For how many deciders one of a group's pods has room."""
+    """How many deciders one of a group's pods has room for."""
     return _machine_of(group).offers.get(front_pod.RESOURCE, 0.0)
 
 
@@ -191,7 +191,7 @@ def _envoy(container: Document, settings: ClusterSettings) -> Iterator[str]:
 
 
 def _drains(pod: Document, settings: ClusterSettings) -> Iterator[str]:
-    """Its streams last as long as those of workers."""
+    """What keeps a front pod's streams from lasting as long as those of workers."""
     drain_s = max(pool.drain_s for pool in settings.all_pools)
     grace_s = pod.get("terminationGracePeriodSeconds", _DEFAULT_GRACE_S)
     given_s = []

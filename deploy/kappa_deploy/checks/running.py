@@ -1,4 +1,4 @@
-"""What a running cluster's answers show: what is wrong, and what goes on silently worse. Pure.
+"""Checks of a running cluster by its answers: faults, and what gets worse silently. Pure.
 
 A row that lacks what it needs is skipped and says why; it never guesses.
 """
@@ -69,7 +69,7 @@ def kv_events(facts: Facts) -> Finding:
         if stored and not events.get("host") and node["host_tier_contents"] != "estimated":
             bad.append(f"{node['node']}: {stored:g} tokens stored, no event of tier host")
     if bad:
-        remedy = "the index cannot know what is cached: is the engine's version the lock's?"
+        remedy = "the index cannot know the cached blocks: is the engine's version the lock's?"
         return Finding("fail", "; ".join(bad), remedy)
     if not seen:
         return Finding("skip", "no block was kept yet")
@@ -132,7 +132,7 @@ def _was_admitted(decision: Mapping[str, Any]) -> bool:
 
 
 def rates(facts: Facts) -> Finding:
-    """What loads and steps really took over what was announced, and how well steps were fitted."""
+    """Measured over announced seconds of loads and steps, and the quality of the steps' fit."""
     worst, shown = 1.0, []
     for node in facts.nodes or ():
         scales = [node["calibration"][f"{part}_scale"] for part in ("link", "compute")]
@@ -156,7 +156,7 @@ def priors(facts: Facts) -> Finding:
         for name in ("h2d_bytes", "flops")
     }
     if not shares:
-        return Finding("skip", "no measured worker of a pool whose --config is given")
+        return Finding("skip", "no measured worker of a pool in --config")
     shown = _pairs({name: f"{share:.0%}" for name, share in shares.items()})
     is_sound = all(low <= share <= high for share in shares.values())
     remedy = "another GPU or link than the file says, or fewer lanes: nvidia-smi topo -m"
@@ -224,7 +224,7 @@ def steering(facts: Facts) -> Finding:
 
 
 def counted(total: str, severity: Severity, remedy: str, facts: Facts) -> Finding:
-    """Workers of whose reports this total is not zero."""
+    """Workers that report more than zero of this total."""
     found = {n["node"]: n["totals"][total] for n in facts.nodes or () if n["totals"]}
     # LMCache's failures come by what failed.
     sums = {n: sum(c.values()) if isinstance(c, Mapping) else c for n, c in found.items()}
@@ -239,7 +239,8 @@ def _fallen_back(bad: Iterable[str], facts: Facts, remedy: str) -> Finding:
 
 
 def _graded(value: float, most: tuple[float, float]) -> Severity:
-    """most: the largest value that passes, and the largest that is only a warning."""
+    """The severity of a value; most: the largest that passes, and the largest that is only a
+    warning."""
     good, bad = most
     return "pass" if value <= good else "warn" if value <= bad else "fail"
 

@@ -25,7 +25,7 @@ def settings_together(facts: Facts) -> Iterator[Finding]:
 
 
 def contradictions(settings: ClusterSettings) -> list[str]:
-    """One sentence a contradiction, with what to change."""
+    """Contradictions, each a sentence with what to change."""
     found: list[str] = []
     for of_one in settings.by_model():
         found += _of_pools_together(of_one)
@@ -56,7 +56,7 @@ def _of_pools_together(settings: ClusterSettings) -> Iterator[str]:
     chosen = [name for name in ("block_tokens", "dtype") if getattr(settings.engine, name) is None]
     if kind == "vllm" and len({bool(pool.placement.gpus) for pool in pools}) > 1 and chosen:
         yield (
-            "some pools are on GPUs, where vLLM chooses what is not given, and some on CPUs, and "
+            "some pools are on GPUs, where vLLM chooses missing settings, and some on CPUs, and "
             f"none could use another's blocks: give engine.{' and engine.'.join(chosen)}"
         )
     on_gpus = ", ".join(pool.name for pool in pools if pool.paced and pool.placement.gpus)
@@ -85,7 +85,7 @@ def _ranks(w: Worker) -> Iterator[str]:
 
 
 def _stock_tier(w: Worker) -> Iterator[str]:
-    """What an engine cannot do in which nothing of ours runs."""
+    """What a stock engine cannot do: nothing of ours runs in it."""
     if w.tier != "stock":
         return
     asks = f"pool {w.pool.name}: engine.host_tier stock leaves the engine as vLLM makes it"
@@ -96,7 +96,7 @@ def _stock_tier(w: Worker) -> Iterator[str]:
     if w.pool.role != "both":
         yield f"{asks}, which hands nothing over, and the pool's role is {w.pool.role}: say both"
     if w.engine.host_bytes != 0 and not w.gpus:
-        yield f"{asks}, whose copies need a GPU, and placement.gpus is 0: say host_bytes: 0"
+        yield f"{asks}: its copies need a GPU, and placement.gpus is 0: say host_bytes: 0"
 
 
 def _host_tier(w: Worker) -> Iterator[str]:

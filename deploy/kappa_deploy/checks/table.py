@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -26,7 +26,7 @@ _TOTALS: dict[str, tuple[str, Severity, str]] = {
         "the link is behind: raise scheduler.store_backlog_s, or lower the load"),
     "failed loads": (
         "failed_loads_total", "fail",
-        "each is computed anew: see the worker's log, and the tier's server if there is one"),
+        "each is computed instead: see the worker's log, and the tier's server if there is one"),
     "tier failures": (
         "tier_failures_total", "warn",
         "the LMCache server is slow or away: see engine.lmcache and its log"),
@@ -52,27 +52,34 @@ OF_CLUSTER = _by_name(
 ) | {name: partial(running.counted, *total) for name, total in _TOTALS.items()}  # fmt: skip
 
 
-def _named(verdicts: Mapping[str, Verdict]) -> Row:
-    """A row that says one thing by each name, even where nothing is wrong."""
+def _machine(facts: Facts) -> Iterator[Finding]:
+    """One finding for each check of the machine, also where nothing is wrong."""
+    for name, verdict in OF_MACHINE.items():
+        yield _named(name, verdict(facts))
 
-    def row(facts: Facts) -> Iterator[Finding]:
-        for name, verdict in verdicts.items():
-            if verdicts is OF_CLUSTER and facts.nodes is None:
-                found = Finding("skip", "of a running cluster: give --url")
-            elif verdicts is OF_CLUSTER and not facts.nodes and verdict is not running.workers:
-                found = Finding("skip", "the cluster has no worker")
-            else:
-                found = verdict(facts)
-            is_bad = found.severity in ("warn", "fail")
-            yield replace(found, where=name, remedy=found.remedy if is_bad else "")
 
-    return row
+def _cluster(facts: Facts) -> Iterator[Finding]:
+    """One finding for each check of the running cluster, also where nothing is wrong."""
+    for name, verdict in OF_CLUSTER.items():
+        if facts.nodes is None:
+            found = Finding("skip", "of a running cluster: give --url")
+        elif not facts.nodes and verdict is not running.workers:
+            found = Finding("skip", "the cluster has no worker")
+        else:
+            found = verdict(facts)
+        yield _named(name, found)
+
+
+def _named(name: str, found: Finding) -> Finding:
+    """The finding of the check of this name; the remedy only where something is wrong."""
+    is_bad = found.severity in ("warn", "fail")
+    return replace(found, where=name, remedy=found.remedy if is_bad else "")
 
 
 TABLE: dict[Command, tuple[Row, ...]] = {
     # `kappa serve`, with and without --dry-run.
     "start": (model_folders, settings_together, workers_together, places, workers_alone),
-    "doctor": (_named(OF_MACHINE), _named(OF_CLUSTER)),
+    "doctor": (_machine, _cluster),
     # `./dev manifests`, of one overlay.
     "manifests": (schemas, selections),
 }

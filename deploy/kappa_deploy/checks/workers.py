@@ -174,7 +174,7 @@ def _in_the_dtypes_of(extra: Mapping[str, Any], shape: ModelShape) -> ModelShape
 
 
 def _bytes_per_gpu(shape: ModelShape, tokens: int, gpus: int) -> tuple[float, float]:
-    """Of weights, and of one sequence's KV, on each of `gpus` tensor-parallel ranks."""
+    """Bytes of weights and of one sequence's KV on each of `gpus` tensor-parallel ranks."""
     weights = shape.params_total * shape.weight_dtype_bytes
     return weights / gpus, kv_bytes(shape, tokens, gpus) / gpus
 

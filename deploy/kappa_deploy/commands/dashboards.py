@@ -45,7 +45,7 @@ def dashboards(
     sessions: Annotated[int, typer.Option(min=1, max=64, help="Chats at once.")] = 4,
     seconds: Annotated[
         float | None,
-        typer.Option("--for", min=_LEAST_S, help="End after so many seconds; default: Ctrl-C."),
+        typer.Option("--for", min=_LEAST_S, help="Seconds until it ends; default: Ctrl-C."),
     ] = None,
 ) -> None:
     """Start a cluster, Prometheus and traffic, to look at the dashboards."""
@@ -60,17 +60,14 @@ def dashboards(
         tool("prometheus")  # before seconds are spent on the cluster
         signal.signal(signal.SIGTERM, interrupt)
         with running(settings) as cluster:
-            jobs = {
-                "kappa": [cluster.url.removeprefix("http://")],
-                "ray": ray_targets(os.getpid()),
-            }
+            jobs = {"kappa": [cluster.url.removeprefix("http://")], "ray": ray_targets(os.getpid())}
             with prometheus(jobs, rules, _INTERVAL_S, prometheus_port) as prometheus_url:
                 print(
                     f"endpoint    {cluster.url}/v1 (metrics: {cluster.url}/metrics)\n"
                     f"Prometheus  {prometheus_url} (rules: {prometheus_url}/rules)\n"
                     f"Dashboards, for your Grafana with that Prometheus as data source:\n{files}\n"
                     "Which panels have data: .venv/bin/python -m kappa_dashboards.check "
-                    f"--prometheus {prometheus_url}\nCtrl-C stops all of it.",
+                    f"--prometheus {prometheus_url}\nCtrl-C stops them all.",
                     flush=True,
                 )
                 asyncio.run(_traffic(cluster.url, sessions, seconds))

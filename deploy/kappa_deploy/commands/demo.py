@@ -22,19 +22,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kappa.slo import OBJECTIVE
-from kappa_deploy.commands.demo_rows import HEADER, OTHERS, TOKENS, Row, line, print_compared
+from kappa_deploy.commands.demo_rows import HEADER, OTHERS, TOKENS, Row, Worth, line, print_compared
 from kappa_deploy.commands.serve import Config, Policy, running, settings_or_exit
 from kappa_loadtest.client import EndpointError
 from kappa_loadtest.run_folder import RequestRecord
 from kappa_loadtest.sessions import ChatSession, ChatTurn, chat_sessions, node_rows, replay
-from kappa_router.console import (
-    Json,
-    fail,
-    percent,
-    print_json,
-    print_table,
-    warn,
-)
+from kappa_router.console import Json, fail, percent, print_json, print_table, warn
 from kappa_workload.sessions import demo_sessions_path, read_sessions
 
 # Each of them has so long for all requests.
@@ -111,7 +104,7 @@ def show(
             records = asyncio.run(replay(url, chats, max_tokens, on_record))
         after = asyncio.run(node_rows(url))
         limit_s = OBJECTIVE.ttft_s * before[0]["profile"]["dilation"]
-        compared: list[Row] = []
+        compared: list[Worth] = []
         if use_policy is not None:
             compared.append(worth("this", records, limit_s))
             for name, words in OTHERS.items():
@@ -126,7 +119,8 @@ def show(
     faults = shortcomings(rows, [row["node"] for row in before], totals)
     if json_output:
         found = {"url": url, "totals": totals, "faults": faults, "requests": rows}
-        print_json(found | ({"compared": compared} if compared else {}))
+        beside = [one._asdict() for one in compared]
+        print_json(found | ({"compared": beside} if beside else {}))
     else:
         _print_totals(totals)
         if compared:
@@ -163,24 +157,21 @@ def marked(chats: Sequence[ChatSession], word: str) -> list[ChatSession]:
     return [ChatSession(chat.name, tuple(map(begun, chat.turns))) for chat in chats]
 
 
-def worth(policy: str, records: Sequence[RequestRecord], limit_s: float) -> Row:
+def worth(policy: str, records: Sequence[RequestRecord], limit_s: float) -> Worth:
     """What requests got under a policy: TTFT in seconds; goodput in those that had their first
     token within `limit_s`, per second from the first that was sent to the last that ended."""
     done = [record for record in records if not record.error]
     ttft_s = np.array([to_dict(record)["ttft_s"] for record in done])
     if not done:
-        return {"policy": policy, "answered": 0, "p50_s": None, "p99_s": None, "goodput_rps": 0.0}
+        return Worth(policy, 0, None, None, 0.0)
     lasted_s = max(r.ended_s for r in records) - min(r.sent_s for r in records)
     p50_s, p99_s = (float(np.quantile(ttft_s, q, method="higher")) for q in (0.5, 0.99))
     goodput_rps = int((ttft_s <= limit_s).sum()) / lasted_s
-    return {
-        "policy": policy, "answered": len(done), "p50_s": p50_s, "p99_s": p99_s,
-        "goodput_rps": goodput_rps,
-    }  # fmt: skip
+    return Worth(policy, len(done), p50_s, p99_s, goodput_rps)
 
 
 def title(nodes: Sequence[Row]) -> str:
-    """What runs, and whether its speeds are real."""
+    """The nodes, and whether their speeds are real."""
     paced = [row for row in nodes if row["paced"]]
     names = ", ".join(f"{row['node']} ({row['profile']['link_name']})" for row in nodes)
     if not paced:
@@ -283,8 +274,9 @@ def shortcomings(rows: Sequence[Row], nodes: Sequence[str], totals: Row) -> list
 def _print_totals(totals: Row) -> None:
     names = {
         "device_tokens": "prompt tokens found on the device",
-        "host_tokens": "loaded from the host tier (C)", "new_tokens": "computed (N)",
-    }  # fmt: skip
+        "host_tokens": "loaded from the host tier (C)",
+        "new_tokens": "computed (N)",
+    }
     all_tokens = max(sum(totals[key] for key in names), 1)
     nodes = ", ".join(f"{n}: {k}" for n, k in sorted(totals["requests_per_node"].items()))
     errors = [percent(totals[key]) for key in ("ttft_error_median", "ttft_error_p90")]

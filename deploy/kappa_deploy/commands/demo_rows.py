@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from kappa_router.console import print_table, seconds
 
@@ -32,13 +32,22 @@ def line(row: Row) -> str:
     )
 
 
-def print_compared(title: str, compared: Sequence[Row]) -> None:
-    """Policies side by side, each as `worth` has it."""
+class Worth(NamedTuple):
+    """What requests got under a policy."""
+
+    policy: str
+    answered: int
+    # Quantiles of TTFT; None: nothing was answered.
+    p50_s: float | None
+    p99_s: float | None
+    # Requests in time, per second.
+    goodput_rps: float
+
+
+def print_compared(title: str, compared: Sequence[Worth]) -> None:
+    """Policies side by side."""
     rows = [
-        (
-            row["policy"], f"{row['answered']:,}", seconds(row["p50_s"]), seconds(row["p99_s"]),
-            f"{row['goodput_rps']:.3g}/s",
-        )
-        for row in compared
-    ]  # fmt: skip
+        (name, f"{answered:,}", seconds(p50_s), seconds(p99_s), f"{goodput_rps:.3g}/s")
+        for name, answered, p50_s, p99_s, goodput_rps in compared
+    ]
     print_table(title, ("routed by", "answered", "TTFT p50", "p99", "goodput"), rows, left=1)

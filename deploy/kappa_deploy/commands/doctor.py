@@ -1,4 +1,4 @@
-"""`kappa doctor`: what is wrong, or silently worse, with a machine, a cluster file or a cluster."""
+"""`kappa doctor`: faults of a machine, a cluster file or a cluster, silent ones included."""
 
 from __future__ import annotations
 
@@ -19,15 +19,7 @@ from kappa import metrics as m
 from kappa.hardware import node_profile
 from kappa.host import EXAMINATIONS, installed, version_of
 from kappa_deploy.commands.serve import Config, settings_or_exit
-from kappa_router.console import (
-    ApiKey,
-    Json,
-    cluster_at,
-    fail,
-    print_json,
-    print_table,
-    print_text,
-)
+from kappa_router.console import ApiKey, Json, cluster_at, fail, print_json, print_table, print_text
 
 if TYPE_CHECKING:
     from kappa_deploy.checks.facts import Facts, Probe
@@ -68,7 +60,7 @@ def doctor(
         _climb(device, rung or (), model, out, json_output)
     if rung or device or model or out:
         fail("--rung, --device, --model and --out are options of --gpu", 2)
-    with contextlib.redirect_stdout(sys.stderr):  # where what is imported may log
+    with contextlib.redirect_stdout(sys.stderr):  # imported packages may log to it
         from kappa_deploy.checks.findings import SEVERITIES
         from kappa_deploy.checks.table import findings
 
@@ -93,10 +85,10 @@ def doctor(
 def _climb(
     device: str | None, rungs: Sequence[str], model: Path | None, out: Path | None, as_json: bool
 ) -> NoReturn:
-    """Exit status: 1 if a rung failed, 2 if the ladder could not begin."""
+    """Climb the ladder of GPU checks; exits with 1 if a rung failed, 2 if it could not begin."""
     entry = installed(EXAMINATIONS).get("gpu")
     if entry is None:
-        fail("--gpu is not installed: set up anew with ./dev setup", 2)
+        fail("--gpu is not installed: run ./dev setup again", 2)
     with contextlib.redirect_stdout(sys.stderr):
         climb = entry.load()
     try:
@@ -131,7 +123,7 @@ def _facts(url: str | None, config: Path | None, key: str | None, probe: bool) -
 
 
 def _of_cluster(url: str, key: str | None, probe: bool) -> dict[str, Any]:
-    """What a cluster answers: fields of `Facts`."""
+    """The answers of a cluster, as fields of `Facts`."""
     with cluster_at(url, key, _TIMEOUT_S) as client:
         nodes = _get(client, "/v1/nodes")["nodes"]
         sent = send_twice(client, nodes) if probe and nodes else None
@@ -152,7 +144,8 @@ def _get(client: httpx.Client, path: str) -> Any:
 
 
 def send_twice(client: httpx.Client, nodes: list[dict[str, Any]]) -> Probe:
-    """A new prompt of a few blocks, and the same once the router knows where it is cached."""
+    """Send a new prompt of a few blocks, and send it again once the router knows where it is
+    cached."""
     from kappa_deploy.checks.facts import Probe
 
     block_tokens = max(node["limits"]["block_tokens"] for node in nodes)
@@ -166,7 +159,7 @@ def send_twice(client: httpx.Client, nodes: list[dict[str, Any]]) -> Probe:
     try:
         client.post("/v1/chat/completions", json=body).raise_for_status()
         until_s = time.monotonic() + _KNOWN_WITHIN_S
-        while not any(_cached(each) for each in _route(client, body)["candidates"]):
+        while not _is_known(client, body):
             if time.monotonic() > until_s:
                 fault = f"{_KNOWN_WITHIN_S:g} s after a prompt was computed no event told of it"
                 return Probe(fault=fault)
@@ -187,8 +180,10 @@ def send_twice(client: httpx.Client, nodes: list[dict[str, Any]]) -> Probe:
     )
 
 
-def _route(client: httpx.Client, body: dict[str, Any]) -> Any:
-    return client.post("/v1/route", json=body).raise_for_status().json()
+def _is_known(client: httpx.Client, body: dict[str, Any]) -> bool:
+    """Whether the router knows a worker that has some of the prompt cached."""
+    route = client.post("/v1/route", json=body).raise_for_status().json()
+    return any(_cached(each) for each in route["candidates"])
 
 
 def _cached(counts: dict[str, Any]) -> int:

@@ -1,7 +1,7 @@
 """`kappa demo --emulated`: the router's decisions on two unlike nodes, without any engine.
 
-The router is the one that runs live. Its nodes are simulated: a GH200 and an H100 whose steps and
-loads last as `kappa.cost` says, in simulated seconds. So it needs no GPU, no model and no cluster.
+The router is the one that runs live. Its nodes are simulated: a GH200 and an H100, with steps and
+loads as long as `kappa.cost` says, in simulated seconds. It needs no GPU, model or cluster.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 
 from kappa.cost import kappa_crit
 from kappa.shapes import model_shape
-from kappa_deploy.commands.demo_rows import HEADER, OTHERS, Row, line, print_compared
+from kappa_deploy.commands.demo_rows import HEADER, OTHERS, Row, Worth, line, print_compared
 from kappa_router.console import print_json, print_text
 from kappa_simulator.clusters import KINDS, SimulatedCluster
 from kappa_simulator.outcome import Outcome
@@ -85,11 +85,9 @@ def decisions(outcome: Outcome, config: SimulationConfig, count: int) -> list[Ro
     return rows
 
 
-def worth(policy: str, summary: Row) -> Row:
+def worth(policy: str, summary: Row) -> Worth:
     """What requests got under a policy, as `kappa_deploy.commands.demo.worth`, of a simulation's
     summary; goodput counts those that met their SLO."""
     ttft_s = summary["ttft_s"]
-    return {
-        "policy": policy, "answered": summary["completed"], "p50_s": ttft_s["p50"],
-        "p99_s": ttft_s["p99"], "goodput_rps": summary["goodput_rps"],
-    }  # fmt: skip
+    count, goodput_rps = summary["completed"], summary["goodput_rps"]
+    return Worth(policy, count, ttft_s["p50"], ttft_s["p99"], goodput_rps)

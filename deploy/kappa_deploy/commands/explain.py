@@ -84,11 +84,11 @@ def tables(
         "slips": ("Where the paper slips", slips),
         "nodes": ("Nodes: data-sheet figures; of pcie and c2c assumed sustained ones", nodes),
         "models": (
-            "Models: layers whose KV grows, KV in KB per token and κ_crit on nodes, KV in 16 bits "
-            "and in 8",
+            "Models: layers with KV that grows, KV in KB per token and κ_crit on nodes, KV in 16 "
+            "bits and in 8",
             models,
         ),
-    }  # fmt: skip
+    }
     if json_output:
         print_json({name: rows for name, (_, rows) in found.items()})
         return
@@ -102,11 +102,12 @@ def model_row(name: str, nodes: Sequence[str]) -> dict[str, Any]:
     changes: KB per token and κ_crit on each node."""
     wide, narrow = model_shape(name, "bfloat16"), model_shape(name, "fp8")
     row: dict[str, Any] = {
-        "model": wide.name, "attention": wide.attention,
+        "model": wide.name,
+        "attention": wide.attention,
         "layers": f"{wide.kv_layers} of {wide.layers}",
         "experts": f"{wide.experts_active} of {wide.experts}" if wide.experts else "dense",
         "active_b": wide.params_active / 1e9,
-    }  # fmt: skip
+    }
     for bits, shape in (("16", wide), ("8", narrow)):
         row[f"kv_kb_{bits}"] = kv_bytes_per_token(shape) / 1e3
         for profile in map(node_profile, nodes):
@@ -189,7 +190,7 @@ def _noted_shape(model: str, kv_dtype: str) -> ModelShape:
 
 
 def _rates(shape: ModelShape, profile: NodeProfile, cpu_gbps: float) -> PlanRates:
-    """Rates by formula; cpu_gbps: of KV that the node's CPU attends to, 0: none."""
+    """Rates by formula; cpu_gbps: GB/s of KV that the node's CPU attends to, 0: none."""
     found = rates_from_law(shape, profile)
     if not cpu_gbps:
         return found

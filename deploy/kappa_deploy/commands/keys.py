@@ -1,4 +1,4 @@
-"""`kappa keys`: make API keys, hash them for a keys file, and see whose keys a cluster knows.
+"""`kappa keys`: make API keys, hash them for a keys file, and list a file's tenants.
 
 A key is shown once, when it is made, on standard output alone. A keys file holds digests, which
 open nothing to its readers.
@@ -38,7 +38,7 @@ _KEY_BYTES = 32
 
 @app.command()
 def new(
-    tenant: Annotated[str, typer.Argument(help="Whose key it is to be.")],
+    tenant: Annotated[str, typer.Argument(help="The tenant of the key.")],
     file: Annotated[
         Path | None, typer.Option("--file", "-f", help="Keys file to add its digest to.")
     ] = None,
@@ -77,7 +77,7 @@ def hash_(
 def list_(
     file: Annotated[Path, typer.Argument(help="Keys file.")], json_output: Json = False
 ) -> None:
-    """Whose keys a file holds, and how many of them stand there in the clear."""
+    """List a file's tenants, with their keys and those of them that stand in the clear."""
     try:
         tenants = Counter(read_digests(file).values())
         clear = Counter(
@@ -113,7 +113,7 @@ def _line(key: str, tenant: str) -> str:
 
 
 def _append(file: Path, line: str) -> None:
-    """Add a line; whoever reads the file sees it as it was or whole. A new one is its owner's."""
+    """Add a line; readers see the file as it was or whole. Only its owner can read a new file."""
     try:
         text = ""
         if file.exists():

@@ -35,9 +35,7 @@ _INSTALL_TIMEOUT_S = 900.0
 
 
 @app.command()
-def setup(
-    force: Annotated[bool, typer.Option("--force", help="Install anew.")] = False,
-) -> None:
+def setup(force: Annotated[bool, typer.Option("--force", help="Install again.")] = False) -> None:
     """Install LMCache under KAPPA_HOME (about a gigabyte); does nothing if it is there."""
     root = install_root(home())
     if (root / STAMP).exists() and not force:
@@ -68,7 +66,7 @@ def server(
     ] = 32,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
 ) -> None:
-    """Run a server in this process, for all workers whose engine.lmcache.server names it."""
+    """Run a server in this process, for all workers with its address in engine.lmcache.server."""
     try:
         found = LmcacheInstall.find(home())
     except LmcacheMissingError as error:

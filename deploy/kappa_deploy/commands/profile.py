@@ -35,8 +35,8 @@ def profile(
     """Bandwidth by size of transfer, seconds of steps and FLOP/s of every worker.
 
     An engine measures its own copies and steps before it serves, and a later start on the same
-    machine takes what is known; without --url the engine started for this measures anew. Of a
-    running cluster the machine's peaks are measured anew.
+    machine takes what is known; without --url the engine started for this measures again. Of a
+    running cluster the machine's peaks are measured again.
     """
     if url is not None:
         rows = _measure(url, key)

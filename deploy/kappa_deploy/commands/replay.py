@@ -1,4 +1,4 @@
-"""`kappa replay`: a workload against any OpenAI endpoint, and a report of what became of it.
+"""`kappa replay`: a workload against any OpenAI endpoint, and a report of the results.
 
 Exit codes: 0 the objective was met, or none was given; 1 it was missed, or nothing was answered;
 2 bad input, and then nothing was sent; 130 stopped by Ctrl-C, with a report of what was done.
@@ -46,13 +46,13 @@ def replay(
     ] = None,
     slo_ttft: Annotated[float | None, typer.Option(help="Seconds to the first token.")] = None,
     slo_tpot: Annotated[float | None, typer.Option(help="Seconds per later token.")] = None,
-    slo_share: Annotated[float | None, typer.Option(help="That must meet it; 0.9.")] = None,
+    slo_share: Annotated[float | None, typer.Option(help="Share of requests within; 0.9.")] = None,
     dilation: Annotated[
         float, typer.Option(help="Real seconds per second of the limits given (paced nodes).")
     ] = 1.0,
     out: Annotated[Path | None, typer.Option(help="Folder of the results.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Only report anew on this folder.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Only report on this folder again.")] = None,
     json_output: console.Json = False,
 ) -> None:
     """Replay a workload against an OpenAI endpoint: latencies, goodput, errors, and why."""
@@ -109,7 +109,7 @@ def _as_before(options: LoadOptions, ctx: typer.Context, resume: Path) -> LoadOp
 def _ready(
     options: LoadOptions, keys: Mapping[str, str], *, is_new: bool
 ) -> tuple[LoadOptions, Surveyed | None, Iterator[ReplaySession]]:
-    """Everything that can be wrong before the first request; ValueError says what is.
+    """Check all that can be wrong before the first request; ValueError names the fault.
 
     An endpoint that does not answer is no obstacle if the model is given: then its requests fail,
     and are counted. A run that goes on needs its answer, to send what it would have sent.
@@ -158,9 +158,10 @@ def _play(
     client["held_back"] += (run_folder.run.get("client") or {}).get("held_back", 0)
     if played is not None:
         client |= {
-            "cpu_share": played.client_cpu_share, "elapsed_s": played.elapsed_s,
+            "cpu_share": played.client_cpu_share,
+            "elapsed_s": played.elapsed_s,
             "decisions_untold": played.decisions_missing,
-        }  # fmt: skip
+        }
     run_folder.note(
         interrupted=played is None or played.was_stopped,
         end=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -197,7 +198,7 @@ def _keys(key: str | None, tenant_keys: list[str] | None) -> dict[str, str]:
 
 
 def _run(options: LoadOptions, surveyed: Surveyed | None, max_streams: int) -> dict[str, Any]:
-    """What run.json says of a run that begins; its command line without keys."""
+    """The run.json of a run that begins; its command line without keys."""
     shown = [Path(sys.argv[0]).name]
     for before, word in pairwise(sys.argv):
         name, equals, _ = word.partition("=")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kappa_router.console import KEY_VARIABLES, ApiKey, Json, fail
+from kappa_router.console import ApiKey, Json, api_key, fail
 
 if TYPE_CHECKING:
     from kappa_router.rollout_journal import RolloutSegment
@@ -81,13 +80,14 @@ def _plain(found: Comparison | None) -> dict[str, Any] | None:
         return None
     saved = zip(_FIGURES, found.measured, found.other, found.saved, strict=True)
     return {
-        "requests": found.requests, "conversations": found.conversations,
+        "requests": found.requests,
+        "conversations": found.conversations,
         "model_error": None if math.isnan(found.model_error) else found.model_error,
         "ttft_s": {
             name: {"present": now, "kappa": then, **saving._asdict()}
             for name, now, then, saving in saved
         },
-    }  # fmt: skip
+    }
 
 
 def page(found: dict[str, Any]) -> Iterator[str]:
@@ -153,7 +153,7 @@ def _read(path: Path) -> Iterator[str]:
 def _fetched(where: str, key: str | None) -> Iterator[str]:
     import httpx
 
-    key = key or next(filter(None, map(os.environ.get, KEY_VARIABLES)), None)
+    key = api_key(key)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
         with httpx.stream("GET", where, headers=headers, timeout=_TIMEOUT_S) as answer:

@@ -1,4 +1,4 @@
-"""`kappa serve`: bring the cluster up, say what is there, stay until Ctrl-C, leave nothing."""
+"""`kappa serve`: start a cluster, print its nodes, stay until Ctrl-C, leave nothing behind."""
 
 from __future__ import annotations
 
@@ -18,14 +18,7 @@ import typer
 
 from kappa.settings.cluster import ClusterSettings, home, load_settings
 from kappa.settings.pools import ModelSettings
-from kappa_router.console import (
-    bad_parameter,
-    fail,
-    print_json,
-    print_table,
-    print_text,
-    warn,
-)
+from kappa_router.console import bad_parameter, fail, print_json, print_table, print_text, warn
 
 _LOOK_S = 1.0
 _WIDE = 100
@@ -59,11 +52,10 @@ def serve(
     paced: Paced = None,
     log_level: LogLevel = None,
     address: Annotated[
-        str | None,
-        typer.Option(help="Ray cluster to join: its head, HOST:PORT, or auto."),
+        str | None, typer.Option(help="Ray cluster to join: its head, HOST:PORT, or auto.")
     ] = None,
     dry: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be started, and what is wrong.")
+        bool, typer.Option("--dry-run", help="Show what would be started, and its faults.")
     ] = False,
     machine: Annotated[
         list[str] | None,
@@ -118,15 +110,13 @@ def with_a_model(settings: ClusterSettings) -> ClusterSettings:
     try:
         smollm2(home() / "models", lambda what: warn(what, "dim"))
     except StartError as error:
-        warn(
-            f"{error}. Until then a tiny random model is served, whose answers mean nothing", "red"
-        )
+        warn(f"{error}. Until then a tiny random model is served: its answers mean nothing", "red")
         return settings.model_copy(update={"model": ModelSettings()})
     return settings
 
 
 def _disk_dir() -> Path | None:
-    """Where a worker of the built-in settings has its disk tier; none: there is no room for it."""
+    """The folder for the disk tier of the built-in settings; None: there is no room for it."""
     from kappa_deploy.app.machine import ON_DISK
     from kappa_deploy.app.smollm2 import NEEDED_BYTES
 
@@ -188,9 +178,9 @@ def settings_or_exit(
 def running(
     settings: ClusterSettings, cluster_type: type | None = None, address: str | None = None
 ) -> Iterator[Any]:
-    """A running cluster, with progress on stderr; what keeps it from starting ends the command.
+    """A running cluster, with progress on stderr; an error of its start ends the command.
 
-    `cluster_type` is `kappa_deploy.app.cluster.Cluster` or a subclass of it.
+    cluster_type: `kappa_deploy.app.cluster.Cluster`, which None stands for, or a subclass.
     """
     from kappa_deploy.app.cluster import Cluster
     from kappa_deploy.app.errors import StartError
@@ -212,14 +202,14 @@ def running(
 
 
 def print_dry_run(settings: ClusterSettings, descriptions: list[str], json_output: bool) -> int:
-    """What a start would ask for; returns 1 if something is wrong."""
+    """Print what a start would ask for; returns 1 if something is wrong."""
     from kappa_deploy.app.cluster import set_environment
     from kappa_deploy.app.machine import described
 
     with bad_parameter():
         machines = [described(text) for text in descriptions]
     set_environment(settings.log_level)
-    with contextlib.redirect_stdout(sys.stderr):  # where what is imported may log
+    with contextlib.redirect_stdout(sys.stderr):  # imported packages may log to it
         from kappa_deploy.app.dry_run import dry_run, faults_of
 
         found = dry_run(settings, machines)
@@ -231,7 +221,7 @@ def print_dry_run(settings: ClusterSettings, descriptions: list[str], json_outpu
         (pool["name"], pool["device"], pool["host_tier"], _ray_demand(pool), _number_of(pool))
         for pool in pools
     ]
-    print_table(None, ("pool", "device", "host tier", "a worker of it", "workers"), rows, left=4)
+    print_table(None, ("pool", "device", "host tier", "each worker", "workers"), rows, left=4)
     for pool in pools:
         print_text(f"\npool {pool['name']} asks of vLLM:")
         for name, value in sorted(pool["engine_args"].items()):
@@ -266,7 +256,7 @@ def _number_of(pool: dict[str, Any]) -> str:
 
 
 def print_ready(url: str, settings: ClusterSettings, json_output: bool) -> None:
-    """URL, model, nodes and a curl line; or all of it as JSON."""
+    """Print URL, models, nodes and a curl line, or all as JSON."""
     from kappa_deploy.app.build import own_headers
 
     headers = own_headers(settings)

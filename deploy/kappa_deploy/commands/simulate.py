@@ -1,6 +1,6 @@
 """`kappa simulate`: a workload on a simulated cluster, decided by the live router and scheduler.
 
-Prints what came of it, for people or as one JSON object. Durations are simulated seconds; only
+Prints the results, for people or as one JSON object. Durations are simulated seconds; only
 `decision_us` is measured on this machine. `--nodes` takes more nodes of the cluster's mix: a
 thousand nodes and a million requests is `--trace mooncake --nodes 1000 --requests 1000000`.
 """
@@ -46,7 +46,7 @@ _DOWN_S = 60.0
 
 @dataclass(frozen=True)
 class Options:
-    """What is simulated; each annotated field is an option of the command."""
+    """The simulation; each annotated field is an option of the command."""
 
     cluster: console.ClusterName = "mixed"
     trace: Annotated[str, typer.Option(help="A built-in workload or a trace file.")] = "narrativeqa"
@@ -71,9 +71,9 @@ class Options:
         str, typer.Option(help="A third of the nodes announces 3x wrong: none, link, compute, both")
     ] = "none"
     failures: Annotated[int, typer.Option(min=0, help="Nodes that die, and return after 60 s.")] = 0
-    stragglers: Annotated[int, typer.Option(min=0, help="Nodes 3x slow for a fifth of it.")] = 0
+    stragglers: Annotated[int, typer.Option(min=0, help="Nodes 3x slow a fifth of the time.")] = 0
     trouble: Annotated[
-        int, typer.Option(min=0, help="Instead: so many faults of every kind, drawn at random.")
+        int, typer.Option(min=0, help="Instead: faults of every kind, drawn at random.")
     ] = 0
     noise: Annotated[float, typer.Option(min=0.0, help="Sigma of the log of durations.")] = 0.03
     admission: Annotated[

@@ -13,15 +13,7 @@ from urllib.parse import quote
 
 import typer
 
-from kappa_router.console import (
-    ApiKey,
-    Json,
-    cluster_at,
-    fail,
-    print_json,
-    print_text,
-    seconds,
-)
+from kappa_router.console import ApiKey, Json, cluster_at, fail, print_json, print_text, seconds
 
 _WIDTH = 48
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -103,7 +95,7 @@ def picture(account: Mapping[str, Any], width: int = _WIDTH) -> Iterator[str]:
 
 
 def _foreseen(account: Mapping[str, Any]) -> Iterator[str]:
-    """What was decided and why, and how well it was foreseen."""
+    """The decision, its reason, and how well it was predicted."""
     predicted, actual = account["predicted"], account["actual"]
     yield (
         f"chosen by {account['policy']}: {account['reason']}; κ {account['ratio']:.3g}, "
@@ -128,7 +120,7 @@ def _foreseen(account: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _bar(offset: float, share: float, width: int) -> str:
-    """A bar of eighths of a cell, `width` cells wide in all; what lasted is never nothing."""
+    """A bar of eighths of a cell, `width` cells wide in all; even the shortest span shows."""
     start = min(max(int(offset * width), 0), width - 1)
     eighths = min(max(round(share * width * 8), 1), (width - start) * 8)
     whole, rest = divmod(eighths, 8)

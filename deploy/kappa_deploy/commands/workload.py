@@ -106,7 +106,7 @@ def _draw(read: Workload, where: SimulatedCluster, critical: dict[str, float], p
 
 
 def _kinds(where: SimulatedCluster, critical: dict[str, float]) -> dict[str, float]:
-    """κ_crit of each kind of node: what those with one GPU, link and κ_crit are called."""
+    """κ_crit of each kind of node; nodes of a kind have one GPU, link and κ_crit."""
     kinds: dict[str, float] = {}
     for node in where.nodes:
         label = f"{node.profile.gpu} {node.profile.link_name}"

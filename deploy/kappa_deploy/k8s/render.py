@@ -1,10 +1,10 @@
 """Renders every overlay with Kustomize and checks each: `./dev manifests`.
 
 `python -m kappa_deploy.k8s.render [--out FOLDER] [OVERLAY ...]` writes one YAML file for each
-overlay (to standard output without `--out`), after `deploy.checks` found no fault in it. To what
-Kustomize makes it adds Envoy's configuration, made from the application's `args`: a ConfigMap whose
-name says its content, so that pods of another configuration are other pods. Needs `kubectl` or
-`kustomize`; no cluster.
+overlay (to standard output without `--out`), after `kappa_deploy.checks` found no fault in it. To
+Kustomize's output it adds Envoy's configuration, made from the application's `args`: a ConfigMap
+with the digest of its content in its name, so that a changed configuration replaces the pods. Needs
+`kubectl` or `kustomize`; no cluster.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ def _front_config(settings: ClusterSettings, namespace: str) -> dict[str, Any]:
     data = {name: json.dumps(content, indent=1) + "\n" for name, content in files.items()}
     digest = hashlib.sha256(json.dumps(data).encode()).hexdigest()[:10]
     metadata = {
-        "name": f"{FRONT_CONFIG}-{digest}", "namespace": namespace,
+        "name": f"{FRONT_CONFIG}-{digest}",
+        "namespace": namespace,
         "labels": {"app.kubernetes.io/part-of": "kappa-serve"},
-    }  # fmt: skip
+    }
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
 
 

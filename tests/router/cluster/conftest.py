@@ -1,8 +1,6 @@
 """A cluster in one process: a real Envoy, decider, gates, ports, report streams and emulated
 engines. Ray Serve, which places and watches these, is all that is missing."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -20,7 +18,7 @@ import kappa_router.live.live_router
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.host import free_port
-from kappa.protocol import PROFILE_PATH, Announcement
+from kappa.protocol import PROFILE_PATH
 from kappa.settings.routing import RouterSettings
 from kappa_router.api.app import Access
 from kappa_router.api.request import EndpointModel
@@ -35,16 +33,17 @@ from kappa_workers.paced.emulated_engine import EmulatedEngine
 from kappa_workers.report_stream import ReportStream
 from kappa_workers.vllm import output_collector
 from kappa_workers.vllm.arguments import Endpoints, EngineLimits
+from tests.router.building import SIZE as BLOCK
+from tests.router.building import small
 from tests.router.envoys import lent
+from tests.router.patience import until
 from tests.router.scripted import SECRET, Decider
-from tests.router.stream_worker import until
 from tests.workers.emulation import emulated_plan, llm_config
 
 MODEL = "tiny"
-BLOCK = 16
 DEVICE_BLOCKS, HOST_BLOCKS, CONTEXT_TOKENS = 64, 128, 512
 STEP = StepModel(1e-7, 0.0, 1e-5, 0.0)
-# Of nodes whose streams must outlast what a test does to them.
+# For streams that must outlast what a test does to their nodes.
 STEP_S = 0.03
 
 
@@ -66,15 +65,13 @@ class PortedNode:
         self.engine = EmulatedEngine(llm_config(MODEL), plan)
 
     def announcement(self, **changes):
-        said = Announcement(
-            worker=self.name, model=MODEL, node=replace(node_profile("pcie"), name=self.name),
-            step=STEP, kv_bytes_per_token=1e3, emulated_model="", fingerprint="f",
-            block_tokens=BLOCK, device_blocks=DEVICE_BLOCKS, host_blocks=HOST_BLOCKS,
-            max_batch_tokens=512, max_context_tokens=CONTEXT_TOKENS, engine="emulated",
+        return small(
+            self.name, replace(node_profile("pcie"), name=self.name), model=MODEL, step=STEP,
+            kv_bytes_per_token=1e3, device_blocks=DEVICE_BLOCKS, host_blocks=HOST_BLOCKS,
+            max_context_tokens=CONTEXT_TOKENS, engine="emulated",
             events_endpoint=self.stream.events_endpoint,
-            snapshot_endpoint=self.stream.snapshot_endpoint,
-        )  # fmt: skip
-        return replace(said, **changes).to_dict()
+            snapshot_endpoint=self.stream.snapshot_endpoint, **changes,
+        ).to_dict()  # fmt: skip
 
     async def open(self):
         await self.engine.start()
@@ -127,7 +124,7 @@ def settings_of_decider():
 
 @contextlib.asynccontextmanager
 async def clustered(renderer, monkeypatch, *nodes, access=None, bounds=None, deciders=1, **changes):
-    """A cluster of these nodes: a client of it, and its parts; `restart` replaces its first
+    """A cluster of these nodes: its parts and a client; `restart` replaces its first
     decider."""
     registry = ReplicaRegistry()
     monkeypatch.setattr(kappa_router.live.live_router, "REGISTRY", registry)

@@ -10,7 +10,7 @@ from kappa_router.api.status import newest_decisions
 from kappa_router.live.deciders import merged
 from tests.conformance.conftest import MODEL
 from tests.router.cluster.conftest import PortedNode
-from tests.router.stream_worker import until
+from tests.router.patience import until
 
 pytestmark = pytest.mark.ray
 
@@ -27,7 +27,7 @@ def lives(here):
     return [one._live() for one in here.deciders]
 
 
-async def test_each_hears_how_its_own_requests_ended(cluster):
+async def test_decider_hears_how_its_own_requests_ended(cluster):
     async with cluster(PortedNode("a"), PortedNode("b"), **TWO) as here:
         answers = [await here.http.post(CHAT, json=SAID) for _ in range(12)]
         assert {one.status_code for one in answers} == {200}
@@ -39,7 +39,7 @@ async def test_each_hears_how_its_own_requests_ended(cluster):
             assert {record["end"] for record in records(live)} == {"done"}
 
 
-async def test_a_decider_counts_what_another_sent(cluster):
+async def test_decider_counts_what_another_sent(cluster):
     async with cluster(PortedNode("a"), **TWO) as here:
         body = {**SAID, "stream": True, "max_tokens": 64}
         async with here.http.stream("POST", CHAT, json=body) as answer:
@@ -53,7 +53,7 @@ async def test_a_decider_counts_what_another_sent(cluster):
         await until(lambda: not any(live.router.flights for live in lives(here)))
 
 
-async def test_a_decider_that_was_asked_nothing_tells_its_metrics(cluster):
+async def test_decider_that_was_asked_nothing_tells_its_metrics(cluster):
     async with cluster(PortedNode("a"), **TWO) as here:
         texts = [await one.for_deciders("metrics") for one in here.deciders]
         assert b"kappa_reservations" in merged(texts)
@@ -73,7 +73,7 @@ async def test_deciders_that_come_and_go_lose_no_request(cluster):
         assert [one.status_code for one in answers] == [200] * 32
 
 
-async def test_another_writes_the_workers_down_when_the_writer_has_gone(cluster):
+async def test_endpoints_are_written_by_another_when_the_writer_goes(cluster):
     nodes, late = [PortedNode("a")], PortedNode("late")
     async with cluster(*nodes, **TWO) as here:
         writing = Lock(here.spec.writer_lock_file)

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from kappa_router.api.errors import ApiError
 from kappa_router.cluster.paths import DECIDED, own_paths
 from kappa_router.cluster.reading import _APIS, taken
+from tests.router.building import refused
 
 CHAT, TEXT, MESSAGES, RESPONSES = (
     "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
@@ -29,20 +29,20 @@ def test_paths_are_those_that_can_be_read():
 
 
 @pytest.mark.parametrize("path", DECIDED)
-def test_a_plain_body_goes_on_as_it_is(path):
+def test_plain_body_goes_on_as_it_is(path):
     found = read(path)
     assert (found.changes.sets, found.changes.drops) == ({}, ())
     assert found.body.is_chat == (path != TEXT)
     assert found.body.model == "m"
 
 
-def test_a_chat_loses_what_means_nothing():
+def test_chat_loses_fields_that_mean_nothing():
     found = read(CHAT, store=True, vllm_xargs={"kappa_tenant": "me"}, temperature=None, n=1)
     assert sorted(found.changes.drops) == ["store", "temperature", "vllm_xargs"]
     assert not found.changes.sets
 
 
-def test_a_chat_with_parts_unknown_gets_others():
+def test_chat_goes_on_without_its_unknown_parts():
     part = {"type": "text", "text": "hello", "uuid": "another's"}
     found = read(CHAT, messages=[{"role": "user", "content": [part], "secret": 1}])
     kept = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
@@ -50,17 +50,13 @@ def test_a_chat_with_parts_unknown_gets_others():
 
 
 @pytest.mark.parametrize("path", DECIDED)
-def test_a_body_with_fields_unknown_is_refused(path):
-    with pytest.raises(ApiError) as raised:
-        read(path, kv_transfer_params={"do_remote_prefill": True})
-    assert raised.value.status == 400
+def test_body_with_unknown_fields_is_refused(path):
+    assert refused(read, path, kv_transfer_params={"do_remote_prefill": True}).status == 400
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"model": "m"', b"\xff"])
-def test_a_body_that_is_no_object_is_refused(body):
-    with pytest.raises(ApiError) as raised:
-        taken(CHAT, body)
-    assert raised.value.status == 400
+def test_body_that_is_no_object_is_refused(body):
+    assert refused(taken, CHAT, body).status == 400
 
 
 def test_own_paths_name_models_with_slashes():

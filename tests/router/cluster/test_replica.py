@@ -16,7 +16,7 @@ print([name for name in {HEAVY} if sys.modules.get(name)])
 """
 
 
-def test_a_decider_that_tokenizes_imports_neither_engines_nor_their_schemas(renderer):
+def test_decider_imports_no_engine_or_schema_to_tokenize(renderer):
     done = subprocess.run(
         [sys.executable, "-c", DECIDER, renderer.source], capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""A cluster's workers before a decider: what goes with a request, and what became of it."""
+"""A cluster's workers before a decider: what a request carries, and how it ends."""
 
 import asyncio
 import json
@@ -29,7 +29,8 @@ from kappa_router.gateway.events import StreamEnd
 from kappa_router.gateway.scene import DeciderRule
 from kappa_router.gateway.spec import GatewaySpec
 from tests.router.gateway.door import Scripted
-from tests.router.scripted import BODY, KEYS, OWN, announcement, until
+from tests.router.patience import until
+from tests.router.scripted import BODY, KEYS, OWN, announcement
 from tests.router.test_failover import SOON, breaker, report, reporting
 
 pytestmark = pytest.mark.ray
@@ -80,7 +81,7 @@ def sets(go):
     return json.loads(go.upstream[TO_BODY_HEADER])
 
 
-async def test_a_request_goes_on_with_what_its_engine_must_know(deciding):
+async def test_request_carries_what_its_engine_must_know(deciding):
     here = await deciding(tenants=OWN)
     go = await here.ask({"user": "u", "metadata": {"a": "b"}, "cache_salt": "s"}, "alice")
     put = sets(go)
@@ -94,14 +95,14 @@ async def test_a_request_goes_on_with_what_its_engine_must_know(deciding):
     assert "x-kappa-node" not in go.client
 
 
-async def test_an_engine_of_ours_gets_the_load_plan_that_is_asked_for(deciding):
+async def test_own_engine_gets_the_load_plan_that_is_asked_for(deciding):
     here = await deciding(ports(a="torch"))
     assert PLAN_KEY not in sets(await here.ask())["vllm_xargs"]
     planned = sets(await here.ask(request_id="s", **{PLAN_HEADER: "kv"}))
     assert planned["vllm_xargs"][PLAN_KEY] == "kv"
 
 
-async def test_what_is_too_long_to_be_changed_is_refused(deciding, monkeypatch):
+async def test_request_is_refused_when_its_changes_are_too_long(deciding, monkeypatch):
     here = await deciding()
     monkeypatch.setattr("kappa_router.cluster.scene._MOST_SET_BYTES", 400)
     said = [{"role": "user", "content": "x" * 800, "unknown": True}]
@@ -111,7 +112,7 @@ async def test_what_is_too_long_to_be_changed_is_refused(deciding, monkeypatch):
     assert not here.live.router.flights and not len(here.decider._places)
 
 
-async def test_a_request_that_ends_leaves_nothing_but_its_record(deciding):
+async def test_request_that_ends_leaves_nothing_but_its_record(deciding):
     here = await deciding()
     await here.ask()
     assert len(here.live.router.flights) == 1
@@ -136,7 +137,7 @@ async def test_workers_that_envoy_does_not_know_are_not_chosen(deciding):
         assert go.upstream[ENDPOINT_HEADER] == "10.0.0.2:80"
 
 
-async def test_a_worker_of_a_hung_engine_is_not_chosen(deciding):
+async def test_worker_of_a_hung_engine_is_not_chosen(deciding):
     patient = SOON.model_copy(update={"longest_pause_s": 1000.0})
     here = await deciding(failover=patient)
     await here.ask()
@@ -149,7 +150,7 @@ async def test_a_worker_of_a_hung_engine_is_not_chosen(deciding):
             here.live.first_token(f"r{number}")
 
 
-async def test_an_engine_with_nothing_to_begin_is_not_hung(deciding):
+async def test_engine_with_nothing_to_begin_is_not_hung(deciding):
     here = await deciding(failover=SOON)
     await here.ask()
     here.live.first_token("r")
@@ -158,7 +159,7 @@ async def test_an_engine_with_nothing_to_begin_is_not_hung(deciding):
         assert all(breaker(here.live, worker).standing == "closed" for worker in "ab")
 
 
-async def test_a_hung_engine_that_streams_is_told_to_give_up(deciding):
+async def test_hung_engine_that_streams_is_told_to_give_up(deciding):
     async with AsyncExitStack() as stack:
         gates = {name: Scripted() for name in "ab"}
         for gate in gates.values():
@@ -178,7 +179,7 @@ async def test_a_hung_engine_that_streams_is_told_to_give_up(deciding):
         assert told.headers[TO_SECRET_HEADER] == "secret"
 
 
-async def test_a_second_attempt_is_sent_what_its_own_worker_must_know(deciding, monkeypatch):
+async def test_second_attempt_is_sent_what_its_own_worker_must_know(deciding, monkeypatch):
     here = await deciding(ports(a="torch", b="torch"))
 
     async def lives(worker):
@@ -196,12 +197,12 @@ async def test_a_second_attempt_is_sent_what_its_own_worker_must_know(deciding, 
     assert here.live.records.own(second[REQUEST_ID_KEY]) == "r"
 
 
-async def test_a_worker_that_refuses_connections_is_dead(deciding):
+async def test_worker_that_refuses_connections_is_dead(deciding):
     here = await deciding({"a": announcement("a", http="127.0.0.1:1")})
     assert not await here.scene.lives("a")
 
 
-async def test_a_second_attempt_after_the_deadline_is_refused(deciding, monkeypatch):
+async def test_second_attempt_after_the_deadline_is_refused(deciding, monkeypatch):
     here = await deciding()
     go = await here.ask(**{"x-kappa-deadline-ms": "60000"})
     assert isinstance(go, Go)
@@ -218,7 +219,7 @@ async def test_a_second_attempt_after_the_deadline_is_refused(deciding, monkeypa
     assert isinstance(verdict, Refuse) and verdict.status == 504
 
 
-async def test_tokens_are_those_that_a_worker_reports(deciding):
+async def test_usage_has_the_tokens_that_a_worker_reports(deciding):
     here = await deciding()
     go = await here.ask({"stream": True})
     here.live.records["r"].generated_tokens = 7

@@ -1,8 +1,5 @@
 """`kappa route` over fake servers, spoken to over real sockets."""
 
-from __future__ import annotations
-
-import asyncio
 import contextlib
 from functools import partial
 from types import SimpleNamespace
@@ -13,6 +10,8 @@ import aiohttp
 from kappa.settings.front import load_front_settings
 from kappa_router.front import gateway
 from tests.router.envoys import lent
+from tests.router.front.offering import serving
+from tests.router.patience import until
 
 QUICK = {"every_s": 0.05, "timeout_s": 1.0}
 
@@ -36,9 +35,18 @@ async def routing(*servers, ready=True, **sections):
             known = len(backends) + bool(front.rollout.balancer)
             await until(lambda: len(here.scene.endpoints) == known)
         async with aiohttp.ClientSession(here.url) as http:
-            flights = front.live.router.flights
-            settled = partial(until, lambda: not flights)
-            yield SimpleNamespace(url=here.url, front=front, http=http, settled=settled)
+            settled = partial(until, lambda: not front.live.router.flights)
+            yield SimpleNamespace(
+                url=here.url, front=front, live=front.live, backends=front.backends, http=http,
+                settled=settled,
+            )  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def fronted(*servers, **sections):
+    """`kappa route` over servers that it starts: what `routing` yields, and the servers."""
+    async with serving(*servers), routing(*servers, **sections) as here:
+        yield here, servers
 
 
 @contextlib.asynccontextmanager
@@ -59,11 +67,12 @@ async def _opened(settings):
         yield here
 
 
-async def until(condition, within_s=20.0):
-    """Wait until it holds."""
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.01)
+async def served(front, text="hello", **fields):
+    """A streamed chat through the front: the whole answer, once the front knows its end."""
+    body = chat(text, stream=True, **fields)
+    answer = await (await front.http.post("/v1/chat/completions", json=body)).read()
+    await front.settled()
+    return answer
 
 
 def chat(text="hello", **fields):

@@ -1,7 +1,5 @@
 """A server that speaks OpenAI's API as much as `kappa route` needs, and fails as it is bidden."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from contextlib import asynccontextmanager

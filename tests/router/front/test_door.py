@@ -1,6 +1,4 @@
-"""`kappa route` behind Envoy: what a client, a tenant or a server can break, and what is lost."""
-
-from __future__ import annotations
+"""`kappa route` behind Envoy: what a client, a tenant or a server can break or lose."""
 
 import asyncio
 import os
@@ -10,8 +8,9 @@ import aiohttp
 import pytest
 
 from kappa_router.api.tenants import Lease
-from tests.router.front.conftest import chat, routing, until
+from tests.router.front.conftest import chat, fronted, routing, served
 from tests.router.front.offering import FakeServer, serving, stream_of
+from tests.router.patience import until
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 KEY = "sk-alice-0123456"
@@ -58,7 +57,7 @@ async def test_paths_that_are_almost_ours_go_nowhere():
         "//", "/health/", "/ready/", "/metrics/", "/v1/../metrics", "/%76%31/completions",
         f"{CHAT}/", "/v1/chat%2fcompletions",
     )  # fmt: skip
-    async with serving(FakeServer()) as servers, routing(*servers, tenants=KEYS) as front:
+    async with fronted(FakeServer(), tenants=KEYS) as (front, servers):
         for path in paths:
             for key in ("", f"authorization: Bearer {KEY}\r\n"):
                 head = f"POST {path} HTTP/1.1\r\nhost: a\r\n{key}content-length: 1\r\n\r\nx"
@@ -68,7 +67,7 @@ async def test_paths_that_are_almost_ours_go_nowhere():
 
 async def test_tenants_do_not_reach_what_operates_a_server():
     paths = ("/flush_cache", "/update_weights_from_disk", "/sleep", "/collective_rpc")
-    async with serving(FakeServer()) as servers, routing(*servers, tenants=KEYS) as front:
+    async with fronted(FakeServer(), tenants=KEYS) as (front, servers):
         for path in (*paths, "/v1/load_lora_adapter", "/v1/files"):
             answer = await front.http.post(path, headers=ALICE, json={})
             assert (answer.status, (await answer.json())["error"]["code"]) == (404, "not_found")
@@ -76,16 +75,13 @@ async def test_tenants_do_not_reach_what_operates_a_server():
 
 
 async def test_paths_that_the_operator_names_are_passed():
-    async with (
-        serving(FakeServer()) as servers,
-        routing(*servers, tenants=KEYS, passed=["/v1/files"]) as front,
-    ):
+    async with fronted(FakeServer(), tenants=KEYS, passed=["/v1/files"]) as (front, servers):
         assert (await front.http.get("/v1/files?limit=2")).status == 401
         assert (await front.http.get("/v1/files?limit=2", headers=ALICE)).status == 200
         assert servers[0].seen[-1][1] == "/v1/files?limit=2"
 
 
-async def test_a_prefix_is_not_left():
+async def test_prefix_is_not_left():
     async with serving(FakeServer()) as servers:
         row = {"url": f"{servers[0].url}/team-a", "profile": "pcie", "name": "a"}
         async with routing(row, ready=False) as front:
@@ -109,11 +105,8 @@ CHARGED = (
 """Paths, bodies, and tokens that each pays at least."""
 
 
-async def test_a_request_is_charged_however_it_is_written():
-    async with (
-        serving(FakeServer()) as servers,
-        routing(*servers, tenants=limited(1000)) as front,
-    ):
+async def test_request_is_charged_however_it_is_written():
+    async with fronted(FakeServer(), tenants=limited(1000)) as (front, servers):
         for path, body, least in CHARGED:
             given = {"model": "llama-3.1-8b", **body}
             answer = await front.http.post(path, headers=ALICE, json=given)
@@ -123,8 +116,8 @@ async def test_a_request_is_charged_however_it_is_written():
         assert not servers[0].seen
 
 
-async def test_several_tokens_in_one_event_are_refused():
-    async with serving(FakeServer()) as servers, routing(*servers) as front:
+async def test_stream_interval_above_one_is_refused():
+    async with fronted(FakeServer()) as (front, _):
         answer = await front.http.post(CHAT, json=chat(stream=True, stream_interval=1_000_000))
         assert answer.status == 400
         assert not any(name.lower().startswith("x-envoy") for name in answer.headers)
@@ -132,47 +125,46 @@ async def test_several_tokens_in_one_event_are_refused():
         assert (await front.http.post(CHAT, json=chat(stream_interval=1))).status == 200
 
 
-async def test_a_request_pays_what_its_server_counted(paid):
-    async with serving(FakeServer()) as servers, routing(*servers) as front:
+async def test_request_pays_what_its_server_counted(paid):
+    async with fronted(FakeServer()) as (front, _):
         for stream in (True, False):
             await (await front.http.post(CHAT, json=chat(TEXT, stream=stream))).read()
             await front.settled()
         assert paid == [104, 104]
 
 
-async def test_a_stream_without_usage_pays_for_its_events(paid):
+async def test_stream_without_usage_pays_for_its_events(paid):
     server = FakeServer(tokens=300, tells_usage=False)
-    async with serving(server), routing(server) as front:
-        await (await front.http.post(CHAT, json=chat(TEXT, stream=True))).read()
-        await front.settled()
+    async with fronted(server) as (front, _):
+        await served(front, TEXT)
         assert 5300 <= paid[0] <= 5310
 
 
-async def test_a_client_that_leaves_pays_for_what_it_got(paid):
-    async with serving(FakeServer(tokens=1 << 30)) as servers, routing(*servers) as front:
+async def test_client_that_leaves_pays_for_what_it_got(paid):
+    async with fronted(FakeServer(tokens=1 << 30)) as (front, _):
         answer, read = await front.http.post(CHAT, json=chat(TEXT, stream=True)), 0
         while read < 100_000:
             read += len(await answer.content.readany())
         answer.close()
         await front.settled()
-        assert next(iter(front.front.live.records.values())).end == "client_gone"
+        assert next(iter(front.live.records.values())).end == "client_gone"
         assert paid[0] >= 5000 + read // 200
 
 
 # -- headers and failures ------------------------------------------------------------------------
 
 
-async def test_an_expectation_of_a_client_costs_no_server():
-    async with serving(FakeServer()) as servers, routing(*servers) as front:
+async def test_expectation_of_a_client_costs_no_server():
+    async with fronted(FakeServer()) as (front, servers):
         for _ in range(6):
             answer = await front.http.post(CHAT, json=chat(), expect100=True)
             assert answer.status == 200
         assert not any("expect" in headers for _, _, headers, _ in servers[0].seen)
-        assert not front.front.live.members.blocked().failing
+        assert not front.live.members.blocked().failing
 
 
 async def test_headers_of_one_connection_are_not_passed_on():
-    async with serving(FakeServer()) as servers, routing(*servers) as front:
+    async with fronted(FakeServer()) as (front, servers):
         request = (
             b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close, x-a\r\nx-a: 1\r\n"
             b"x-kappa-to-id: forged\r\nx-gateway-destination-endpoint: 127.0.0.1:9\r\n"
@@ -184,13 +176,13 @@ async def test_headers_of_one_connection_are_not_passed_on():
 
 
 async def test_failures_of_passed_paths_open_no_breaker():
-    async with serving(FakeServer(), FakeServer()) as servers, routing(*servers) as front:
+    async with fronted(FakeServer(), FakeServer()) as (front, servers):
         for server in servers:
             server.status = 500
         for _ in range(20):
             assert (await front.http.post("/v1/embeddings", json={"input": "a"})).status == 500
         await front.settled()
-        assert not front.front.live.members.blocked().failing
+        assert not front.live.members.blocked().failing
         for server in servers:
             server.status = 200
         assert (await front.http.post(CHAT, json=chat())).status == 200
@@ -211,12 +203,12 @@ class Mortal(FakeServer):
         return await super()._answer(request, body)
 
 
-async def test_a_request_that_kills_its_server_kills_no_other():
-    async with serving(*(Mortal() for _ in range(3))) as servers, routing(*servers) as front:
+async def test_request_that_kills_its_server_kills_no_other():
+    async with fronted(*(Mortal() for _ in range(3))) as (front, servers):
         answer = await front.http.post(CHAT, json=chat("poison"))
         assert (answer.status, (await answer.json())["error"]["code"]) == (503, "engine_died")
         assert sum(len(server.seen) for server in servers) == 1
-        await until(lambda: front.front.live.choosable == 2)
+        await until(lambda: front.live.choosable == 2)
         answer = await front.http.post(CHAT, json=chat("poison"))
         assert (answer.status, (await answer.json())["error"]["code"]) == (422, "killed_an_engine")
         answer = await front.http.post(CHAT, json=chat("poison"))
@@ -233,14 +225,14 @@ class Breaking(FakeServer):
         return await super()._answer(request, body)
 
 
-async def test_a_broken_connection_to_a_live_server_is_tried_elsewhere():
-    async with serving(Breaking(), FakeServer()) as servers, routing(*servers) as front:
+async def test_broken_connection_to_a_live_server_is_tried_elsewhere():
+    async with fronted(Breaking(), FakeServer()) as (front, servers):
         for i in range(8):
             answer = await front.http.post(CHAT, json=chat(f"{i}"))
             assert answer.status == 200
         assert len(servers[1].seen) == 8 and servers[0].seen
         await front.settled()
-        assert {one.end for one in front.front.live.records.values()} == {"done"}
+        assert {one.end for one in front.live.records.values()} == {"done"}
 
 
 async def asked(front, i, whole):
@@ -259,10 +251,10 @@ async def asked(front, i, whole):
     return "" if fine else f"{i}: an answer of 200 that ends with {body[-80:]!r}"
 
 
-async def test_nothing_that_had_not_begun_is_lost_when_servers_are_killed_and_back():
+async def test_no_unbegun_request_is_lost_when_servers_are_killed():
     servers = [FakeServer(tokens=2), FakeServer(tokens=2)]
     whole = stream_of(servers[0])
-    async with serving(*servers), routing(*servers) as front:
+    async with fronted(*servers) as (front, _):
         seen, places = [], asyncio.Semaphore(20)
 
         async def one(i):
@@ -276,13 +268,13 @@ async def test_nothing_that_had_not_begun_is_lost_when_servers_are_killed_and_ba
                 await server.stop()
                 await asyncio.sleep(0.2)
                 await server.start()
-                await until(lambda: front.front.live.choosable == 2)
+                await until(lambda: front.live.choosable == 2)
 
         killing = asyncio.create_task(kills())
         await asyncio.gather(*(one(i) for i in range(REQUESTS)))
         await killing
         lost = [how for how in seen if how not in ("", "cut")]
-        ends = Counter(one.end for one in front.front.live.records.values())
+        ends = Counter(one.end for one in front.live.records.values())
         told = f"{len(lost)} lost, {seen.count('cut')} cut of {REQUESTS}: {lost[:10]}; {ends}"
         assert not lost, told
         print(told)

@@ -1,12 +1,10 @@
 """Servers that publish KV events as vLLM does: what they hold is what they say."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import asynccontextmanager
 
-import msgspec
+import pytest
 import zmq
 import zmq.asyncio
 from structlog.testing import capture_logs
@@ -14,9 +12,11 @@ from structlog.testing import capture_logs
 import kappa_router.front.front
 from kappa_router.front.backend import Backend
 from kappa_router.live import event_feed
-from tests.router.flooding import PATIENCE_S, Turns, batch, flood
-from tests.router.front.conftest import routing, until
+from tests.router.flooding import Turns, flood
+from tests.router.front.conftest import routing
 from tests.router.front.offering import FakeServer, serving
+from tests.router.kv_batches import batch, stored
+from tests.router.patience import PATIENCE_S, until
 
 TEXT = "0123456789abcdef" * 8
 PATH = "/v1/completions"
@@ -38,14 +38,10 @@ class Publisher:
     async def stored(self, text, size=16):
         tokens = list(text.encode())
         hashes = list(range(1, len(tokens) // size + 1))
-        event = {
-            "type": "BlockStored", "block_hashes": hashes, "parent_block_hash": None,
-            "token_ids": tokens, "block_size": size, "lora_id": None, "medium": "GPU",
-        }  # fmt: skip
-        await self.send([event])
+        await self.send([stored(hashes, size=size, token_ids=tokens)])
 
     async def send(self, events, rank=None):
-        payload = msgspec.msgpack.encode([time.time(), events, rank])
+        payload = batch(*events, time_s=time.time(), rank=rank)
         await self.socket.send_multipart([b"", self.seq.to_bytes(8, "big"), payload])
         self.seq += 1
 
@@ -90,13 +86,13 @@ async def test_blocks_that_a_server_announces_are_expected_there():
         await published(it.http, it.publisher)
         assert (await held(it.http))["b"] == 0
         await (await it.http.post(PATH, json=body())).read()
-        assert next(reversed(it.front.live.records.values())).decision.worker == "a"
+        assert next(reversed(it.live.records.values())).decision.worker == "a"
         await it.publisher.send([{"type": "AllBlocksCleared"}])
-        await until(lambda: not it.front.live.router.index.stats()["names"])
+        await until(lambda: not it.live.router.index.stats()["names"])
         assert (await held(it.http))["a"] == 0
 
 
-async def test_a_server_holds_what_was_sent_there_until_its_events_come():
+async def test_server_holds_what_was_sent_until_its_events_come():
     async with two_servers() as it:
         for server in it.servers:
             server.hold.clear()
@@ -131,16 +127,12 @@ async def test_events_that_never_come_are_reported_once():
     assert "tcp://*:PORT" in missing[0]["remedy"]
 
 
-async def test_a_gap_of_one_rank_forgets_nothing_of_another():
+async def test_gap_of_one_rank_forgets_nothing_of_another():
     async with two_servers() as it:
         await published(it.http, it.publisher)
         before, it.publisher.seq = it.publisher.seq, 3
-        stored = {
-            "type": "BlockStored", "block_hashes": [77], "parent_block_hash": None,
-            "token_ids": list(range(16)), "block_size": 16, "lora_id": None, "medium": "GPU",
-        }  # fmt: skip
-        await it.publisher.send([stored], rank=1)
-        names = it.front.live.router.index.stats
+        await it.publisher.send([stored([77], size=16)], rank=1)
+        names = it.live.router.index.stats
         await until(lambda: names()["names"] == len(TEXT) // 16 + 1)
         it.publisher.seq = 9
         await it.publisher.send([], rank=1)
@@ -149,16 +141,17 @@ async def test_a_gap_of_one_rank_forgets_nothing_of_another():
         assert (await held(it.http))["a"] == 112
 
 
-async def test_a_gap_forgets_what_was_announced_before():
+@pytest.mark.parametrize("then", [lambda seq: seq + 3, lambda seq: 0], ids=["gap", "restart"])
+async def test_blocks_are_forgotten_after_a_gap_or_a_restart(then):
     async with two_servers() as it:
         await published(it.http, it.publisher)
-        it.publisher.seq += 3
+        it.publisher.seq = then(it.publisher.seq)
         await it.publisher.send([])
-        await until(lambda: not it.front.live.router.index.stats()["names"])
+        await until(lambda: not it.live.router.index.stats()["names"])
         await published(it.http, it.publisher)
 
 
-async def test_others_get_turns_while_a_server_floods(monkeypatch):
+async def test_tasks_get_turns_while_a_server_floods(monkeypatch):
     monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 1e9)
     turns = Turns()
 
@@ -169,7 +162,7 @@ async def test_others_get_turns_while_a_server_floods(monkeypatch):
 
     monkeypatch.setattr(kappa_router.front.front, "Backend", Counting)
     async with serving(FakeServer()) as (server,):
-        with flood(payload=batch(1, size=16)) as endpoint:
+        with flood(payload=batch(stored([1], size=16))) as endpoint:
             row = {"url": server.url, "profile": "pcie", "events": endpoint}
             async with turns.counted(), routing(row) as it:
                 await until(lambda: turns.heard > 5000)
@@ -177,7 +170,7 @@ async def test_others_get_turns_while_a_server_floods(monkeypatch):
     assert turns.longest <= 64
 
 
-async def test_a_flood_is_dropped_counted_and_said_once(monkeypatch):
+async def test_flood_is_dropped_counted_and_said_once(monkeypatch):
     monkeypatch.setattr(event_feed, "_PAUSES_S", (0.01,))
     async with two_servers() as it:
         await published(it.http, it.publisher)
@@ -189,7 +182,7 @@ async def test_a_flood_is_dropped_counted_and_said_once(monkeypatch):
                     while floods(it.front) == before:
                         await it.publisher.stored("z" * 64)
                         await asyncio.sleep(0.001)
-            await until(lambda: not it.front.live.router.index.stats()["names"])
+            await until(lambda: not it.live.router.index.stats()["names"])
             monkeypatch.setattr(event_feed, "_EVENTS_PER_S", 1e4)
         said = [one for one in logs if one["event"] == "kv_events_flood"]
         assert [one["worker"] for one in said] == ["a"]
@@ -203,7 +196,7 @@ def floods(front):
     return sum(map(float, counts))
 
 
-async def test_a_frame_beyond_the_bound_is_not_taken(monkeypatch):
+async def test_frame_beyond_the_bound_is_not_taken(monkeypatch):
     monkeypatch.setattr(event_feed, "_MOST_FRAME_BYTES", 1 << 16)
     monkeypatch.setattr(event_feed, "_RECONNECT_S", 0.01)
     async with two_servers() as it:
@@ -212,19 +205,10 @@ async def test_a_frame_beyond_the_bound_is_not_taken(monkeypatch):
         # What comes after it is heard, and that something is missing before.
         await it.publisher.socket.send_multipart([b"", b"\0" * 8, b"\x93\0\x90\0"])
         async with asyncio.timeout(PATIENCE_S):
-            while it.front.live.router.index.stats()["names"]:
+            while it.live.router.index.stats()["names"]:
                 await it.publisher.send([])
                 await asyncio.sleep(0.01)
-        assert not it.front.backends["a"].events["type:" + "x" * (1 << 17)]
-        await published(it.http, it.publisher)
-
-
-async def test_a_server_that_starts_anew_is_followed_from_its_first_batch():
-    async with two_servers() as it:
-        await published(it.http, it.publisher)
-        it.publisher.seq = 0
-        await it.publisher.send([])
-        await until(lambda: not it.front.live.router.index.stats()["names"])
+        assert not it.backends["a"].events["type:" + "x" * (1 << 17)]
         await published(it.http, it.publisher)
 
 
@@ -232,7 +216,7 @@ async def test_blocks_of_another_size_are_left_out_and_counted():
     async with two_servers() as it:
         await published(it.http, it.publisher)
         await it.publisher.stored("x" * 64, size=32)
-        events = it.front.backends["a"].events
+        events = it.backends["a"].events
         await until(lambda: events["other_size"] == 1)
         assert (await held(it.http))["a"] == 112
 
@@ -246,9 +230,9 @@ async def test_garbage_on_the_socket_does_not_end_the_feed():
         assert (await it.http.post(PATH, json=body())).status == 200
 
 
-async def test_without_tokens_a_request_goes_where_there_is_least_to_do():
+async def test_request_without_tokens_goes_to_the_least_backlog():
     async with two_servers() as it:
         answer = await it.http.post("/v1/chat/completions", json={"messages": [{"content": "x"}]})
         assert answer.status == 200
-        record = next(reversed(it.front.live.records.values()))
+        record = next(reversed(it.live.records.values()))
         assert record.decision.reason == "uninformed_least_backlog"

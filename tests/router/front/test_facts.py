@@ -1,6 +1,4 @@
-"""What servers tell of themselves, in their own words, and what is made of nonsense."""
-
-from __future__ import annotations
+"""Servers' own metrics and cards are read, and nonsense in them is nothing."""
 
 import pytest
 
@@ -49,7 +47,7 @@ def test_engines_of_one_server_add_up():
      "vllm:num_requests_running -3", 'vllm:cache_config_info{block_size="None"} 1.0',
      "vllm:num_requests_running_extra 3"],
 )  # fmt: skip
-def test_nonsense_tells_nothing(text):
+def test_metrics_of_nonsense_tell_nothing(text):
     assert load_in(text) == LoadFacts()
 
 
@@ -57,7 +55,7 @@ def test_loads_since_are_an_average_load():
     after = LoadFacts(loads=6, load_bytes=8192.0, load_s=2.5)
     assert after.loads_since(load_in(VLLM)) == (1024.0, 0.5)
     assert after.loads_since(after) is None
-    assert load_in(VLLM).loads_since(after) is None  # It started anew.
+    assert load_in(VLLM).loads_since(after) is None  # It restarted.
 
 
 def test_models_with_what_was_loaded():
@@ -72,7 +70,7 @@ def test_models_with_what_was_loaded():
      (b'{"data":{}}', "no list"), (b'{"data":[]}', "no list"), (b'{"data":[{"id":5}]}', "an id"),
      (b'{"data":["m"]}', "an id"), (b'{"data":[{"id":""}]}', "an id")],
 )  # fmt: skip
-def test_an_answer_without_models_is_named(body, why):
+def test_answer_without_models_is_named(body, why):
     with pytest.raises(ValueError, match=why):
         models_in(body)
 

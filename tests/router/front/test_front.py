@@ -1,6 +1,4 @@
-"""`kappa route` over real sockets: what is passed on, decided, retried, refused."""
-
-from __future__ import annotations
+"""`kappa route` over real sockets: requests passed on, decided, retried, refused."""
 
 import asyncio
 import json
@@ -8,8 +6,9 @@ import json
 import aiohttp
 import pytest
 
-from tests.router.front.conftest import chat, routing, until
+from tests.router.front.conftest import chat, fronted, routing, served
 from tests.router.front.offering import FakeServer, serving, stream_of
+from tests.router.patience import until
 
 CHAT = "/v1/chat/completions"
 LONG = "a document that is long enough to be worth keeping " * 200
@@ -23,21 +22,18 @@ def sent_to(servers):
 # -- passed on -----------------------------------------------------------------------------------
 
 
-async def test_a_stream_comes_through_byte_for_byte():
-    async with (
-        serving(FakeServer(), FakeServer()) as servers,
-        routing(*servers) as front,
-    ):
+async def test_stream_comes_through_byte_for_byte():
+    async with fronted(FakeServer(), FakeServer()) as (front, servers):
         answer = await front.http.post(CHAT, json=chat(stream=True))
         assert answer.status == 200
         assert await answer.read() == stream_of(servers[0])
         assert answer.headers["content-type"] == "text/event-stream"
         assert answer.headers["x-kappa-node"] in ("h100-pcie5", "gh200-c2c")
-        await until(lambda: not front.front.live.router.flights)
+        await until(lambda: not front.live.router.flights)
 
 
-async def test_the_server_gets_the_body_as_it_was_sent():
-    async with serving(FakeServer()) as servers, routing(*servers) as front:
+async def test_server_gets_the_body_as_it_was_sent():
+    async with fronted(FakeServer()) as (front, servers):
         body = b'{ "model":"llama-3.1-8b",  "prompt": "x\\u00e9" , "n":1}'
         answer = await front.http.post("/v1/completions?a=b%20c", data=body)
         assert (await answer.json())["path"] == "/v1/completions"
@@ -52,16 +48,16 @@ UNREADABLE = (
 )  # fmt: skip
 
 
-async def test_a_body_that_cannot_be_read_is_the_servers_to_refuse():
-    async with serving(FakeServer(status=400)) as servers, routing(*servers) as front:
+async def test_body_that_cannot_be_read_is_the_servers_to_refuse():
+    async with fronted(FakeServer(status=400)) as (front, servers):
         for path in (CHAT, "/v1/completions", "/v1/responses", "/v1/messages"):
             for body in UNREADABLE:
                 assert (await front.http.post(path, data=body)).status == 400
                 assert servers[0].seen[-1][1::2] == (path, body)
 
 
-async def test_a_body_of_many_lists_reaches_no_server():
-    async with serving(FakeServer()) as servers, routing(*servers) as front:
+async def test_body_of_many_lists_reaches_no_server():
+    async with fronted(FakeServer()) as (front, servers):
         for path in (CHAT, "/v1/embeddings", "/v1/route"):
             servers[0].seen.clear()
             body = b'{"model":"llama-3.1-8b","x":[' + b"[]," * 100_000 + b"0]}"
@@ -71,20 +67,20 @@ async def test_a_body_of_many_lists_reaches_no_server():
             assert error["code"] == "body_too_complex" and "100000 lists" in error["message"]
             assert sent_to(servers) == [0]
             answer = await front.http.post(path, data=b"\x00" + b"[{" * 100_000)
-            assert sent_to(servers) == [path != "/v1/route"], "what is no JSON a server judges"
+            assert sent_to(servers) == [path != "/v1/route"], "a server judges other bodies"
 
 
-async def test_a_long_chat_is_routed_by_its_whole_prompt():
-    async with serving(FakeServer()) as servers, routing(*servers) as front:
+async def test_long_chat_is_routed_by_its_whole_prompt():
+    async with fronted(FakeServer()) as (front, servers):
         long = chat("word " * 80_000)
         answer = await front.http.post(CHAT, json=long)
-        record = front.front.live.records[answer.headers["x-request-id"]]
+        record = front.live.records[answer.headers["x-request-id"]]
         assert answer.status == 200 and servers[0].seen[-1][3] == json.dumps(long).encode()
         assert record.decision.prompt_tokens == pytest.approx(100_000, abs=20)
 
 
-async def test_a_decision_about_what_is_no_object_of_json_is_refused():
-    async with serving(FakeServer()) as servers, routing(*servers) as front:
+async def test_route_refuses_a_body_that_is_no_json_object():
+    async with fronted(FakeServer()) as (front, _):
         for body in (b"", b"\xff", b"[]", b"7", b"[" * 20_000):
             answer = await front.http.post("/v1/route", data=body)
             assert answer.status == 400
@@ -95,10 +91,7 @@ async def test_a_decision_about_what_is_no_object_of_json_is_refused():
 
 
 async def test_unpriced_path_goes_to_the_server_with_least_to_do():
-    async with (
-        serving(FakeServer(), FakeServer()) as servers,
-        routing(*servers, passed=["/version"]) as front,
-    ):
+    async with fronted(FakeServer(), FakeServer(), passed=["/version"]) as (front, servers):
         for server in servers:
             server.hold.clear()
         # Seconds of prefill, so that the server still has most to do however slow this machine is.
@@ -115,73 +108,63 @@ async def test_unpriced_path_goes_to_the_server_with_least_to_do():
         await (await busy).read()
 
 
-async def test_an_answer_that_refuses_the_request_is_passed_on_as_it_is():
-    async with (
-        serving(FakeServer(status=400), FakeServer(status=400)) as servers,
-        routing(*servers) as front,
-    ):
+async def test_refusal_of_a_server_is_passed_on_unchanged():
+    async with fronted(FakeServer(status=400), FakeServer(status=400)) as (front, servers):
         answer = await front.http.post(CHAT, json=chat())
         assert (answer.status, await answer.json()) == (400, {"error": {"message": "no"}})
         assert sum(sent_to(servers)) == 1
 
 
-async def test_a_client_that_leaves_ends_the_request_at_its_server():
-    async with serving(FakeServer()) as servers, routing(*servers) as front:
+async def test_client_that_leaves_ends_the_request_at_its_server():
+    async with fronted(FakeServer()) as (front, servers):
         servers[0].hold.clear()
         for left, stream in enumerate((True, False), 1):
             leaving = asyncio.create_task(front.http.post(CHAT, json=chat(stream=stream)))
             await until(lambda left=left: len(servers[0].seen) == left)
             leaving.cancel()
             await until(lambda left=left: servers[0].gone == left)
-            await until(lambda: not front.front.live.router.flights)
-            record = next(reversed(front.front.live.records.values()))
+            await until(lambda: not front.live.router.flights)
+            record = next(reversed(front.live.records.values()))
             assert record.end == "client_gone"
 
 
 # -- decided -------------------------------------------------------------------------------------
 
 
-async def test_a_prompt_returns_to_the_server_that_holds_it():
+async def test_prompt_returns_to_the_server_that_holds_it():
     # Learning off: how busy this machine is would decide.
-    async with (
-        serving(FakeServer(), FakeServer()) as servers,
-        routing(*servers, router={"calibrate": False}) as front,
-    ):
+    async with fronted(FakeServer(), FakeServer(), router={"calibrate": False}) as (front, servers):
         for letter in "wxyzwxyz":
             text = letter + LONG
-            await (await front.http.post(CHAT, json=chat(text, stream=True))).read()
-            await front.settled()
+            await served(front, text)
         homes = [{json.loads(seen[3])["messages"][0]["content"][0] for seen in server.seen}
                  for server in servers]  # fmt: skip
         assert not homes[0] & homes[1]
         decisions = (await (await front.http.get("/v1/decisions")).json())["decisions"]
-        assert [d["predicted"]["device_tokens"] > 2000 for d in decisions] == [False] * 4 + [
-            True
-        ] * 4
+        warm = [one["predicted"]["device_tokens"] > 2000 for one in decisions]
+        assert warm == [False] * 4 + [True] * 4
 
 
-async def test_an_answer_s_usage_corrects_what_a_server_is_thought_to_hold():
-    async with serving(FakeServer(cached=0)) as servers, routing(*servers) as front:
+async def test_usage_corrects_what_a_server_is_thought_to_hold():
+    async with fronted(FakeServer(cached=0)) as (front, _):
         for _ in range(2):
-            await (await front.http.post(CHAT, json=chat(LONG, stream=True))).read()
-            await front.settled()
-        assert front.front.backends["a"].sent.size["device"] < 200
-        records = list(front.front.live.records.values())
+            await served(front, LONG)
+        assert front.backends["a"].sent.size["device"] < 200
+        records = list(front.live.records.values())
         assert records[1].decision.chosen.counts.device_tokens > 2000
         assert records[1].admitted.device_tokens == 0
 
 
 async def test_first_tokens_teach_what_the_profile_got_wrong():
     server = FakeServer(ttft_s=0.05)
-    async with serving(server), routing(server) as front:
-        before = front.front.live.router.workers["a"].calibration.overhead_s
+    async with fronted(server) as (front, _):
+        before = front.live.router.workers["a"].calibration.overhead_s
         for i in range(12):
-            await (await front.http.post(CHAT, json=chat(f"{i}", stream=True))).read()
-            await front.settled()
-        first, *_, last = front.front.live.records.values()
+            await served(front, f"{i}")
+        first, *_, last = front.live.records.values()
         assert first.decision.chosen.ttft_s < 0.04
         assert last.decision.chosen.ttft_s > first.decision.chosen.ttft_s
-        assert front.front.live.router.workers["a"].calibration.overhead_s > before
+        assert front.live.router.workers["a"].calibration.overhead_s > before
 
 
 async def test_metrics_bound_what_a_server_holds_and_tell_what_it_does():
@@ -189,26 +172,22 @@ async def test_metrics_bound_what_a_server_holds_and_tell_what_it_does():
         'vllm:cache_config_info{block_size="16",num_gpu_blocks="64"} 1.0\n'
         "vllm:num_requests_running 3.0\n"
     )
-    async with (
-        serving(FakeServer(metrics=metrics)) as servers,
-        routing(*servers) as front,
-    ):
+    async with fronted(FakeServer(metrics=metrics)) as (front, _):
         row = (await (await front.http.get("/v1/nodes")).json())["nodes"][0]
         assert row["limits"]["device_blocks"] == 64 * 16 // 32
-        await until(lambda: front.front.live.router.workers["a"].report.running == 3)
+        await until(lambda: front.live.router.workers["a"].report.running == 3)
 
 
-async def test_a_server_whose_cache_changes_starts_anew():
+async def test_server_is_forgotten_when_its_cache_changes():
     server = FakeServer(metrics='vllm:cache_config_info{block_size="16",num_gpu_blocks="640"} 1\n')
-    async with serving(server), routing(server) as front:
+    async with fronted(server) as (front, _):
         await (await front.http.post(CHAT, json=chat(LONG))).read()
         server.metrics = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="640"} 1\n'
-        state = front.front.live.router.workers["a"]
+        state = front.live.router.workers["a"]
         await until(lambda: state.announcement.device_blocks == 640)
         await (await front.http.post(CHAT, json=chat(LONG))).read()
-        assert [
-            r.decision.chosen.counts.device_tokens for r in front.front.live.records.values()
-        ] == [0, 0]
+        chosen = [record.decision.chosen for record in front.live.records.values()]
+        assert [one.counts.device_tokens for one in chosen] == [0, 0]
 
 
 # -- servers that fail ---------------------------------------------------------------------------
@@ -226,16 +205,13 @@ async def test_everything_down_is_503_until_a_server_is_there():
         row = (await (await front.http.get("/v1/nodes")).json())["backends"][0]
         assert not row["up"] and "connect" in row["why"]
         async with serving(server):
-            await until(lambda: front.front.live.choosable == 1)
+            await until(lambda: front.live.choosable == 1)
             assert (await front.http.post(CHAT, json=chat())).status == 200
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-async def test_a_server_that_fails_before_its_first_byte_is_followed_by_one_other(status):
-    async with (
-        serving(FakeServer(), FakeServer()) as servers,
-        routing(*servers) as front,
-    ):
+async def test_request_moves_once_when_a_server_fails_before_a_byte(status):
+    async with fronted(FakeServer(), FakeServer()) as (front, servers):
         servers[0].status = status
         for i in range(4):
             answer = await front.http.post(CHAT, json=chat(f"{i}", stream=True))
@@ -243,45 +219,34 @@ async def test_a_server_that_fails_before_its_first_byte_is_followed_by_one_othe
         assert len(servers[1].seen) == 4
 
 
-async def test_what_is_late_by_the_clients_own_deadline_is_no_servers_failure():
-    async with (
-        serving(*(FakeServer(status=504) for _ in range(2))) as servers,
-        routing(*servers) as front,
-    ):
+async def test_client_deadline_that_passes_is_no_servers_failure():
+    async with fronted(*(FakeServer(status=504) for _ in range(2))) as (front, servers):
         late = {"x-kappa-deadline-ms": "1"}
         for _ in range(12):
             answer = await front.http.post(CHAT, json=chat(), headers=late)
             assert (answer.status, await answer.json()) == (504, {"error": {"message": "no"}})
         assert sum(sent_to(servers)) == 12
-        assert not front.front.live.members.blocked().failing
+        assert not front.live.members.blocked().failing
         assert (await front.http.post(CHAT, json=chat())).status == 504
         assert sum(sent_to(servers)) == 14
 
 
-async def test_two_servers_that_fail_are_all_that_are_tried():
-    async with (
-        serving(*(FakeServer(status=500) for _ in range(3))) as servers,
-        routing(*servers) as front,
-    ):
+async def test_request_tries_no_more_than_two_failing_servers():
+    async with fronted(*(FakeServer(status=500) for _ in range(3))) as (front, servers):
         answer = await front.http.post(CHAT, json=chat())
         assert (answer.status, await answer.json()) == (500, {"error": {"message": "no"}})
         assert sorted(sent_to(servers)) == [0, 1, 1]
 
 
-async def test_what_may_have_been_done_is_not_done_twice():
-    async with (
-        serving(*(FakeServer(status=500) for _ in range(2))) as servers,
-        routing(*servers, passed=["/v1/files"]) as front,
-    ):
+async def test_request_that_may_have_run_is_not_sent_twice():
+    failing = [FakeServer(status=500) for _ in range(2)]
+    async with fronted(*failing, passed=["/v1/files"]) as (front, servers):
         assert (await front.http.post("/v1/files", data=b"x")).status == 500
         assert sum(sent_to(servers)) == 1
 
 
-async def test_a_stream_that_breaks_is_cut_and_not_tried_again():
-    async with (
-        serving(FakeServer(die_after=2), FakeServer(die_after=2)) as servers,
-        routing(*servers) as front,
-    ):
+async def test_stream_that_breaks_is_cut_and_not_tried_again():
+    async with fronted(FakeServer(die_after=2), FakeServer(die_after=2)) as (front, servers):
         answer, body = await front.http.post(CHAT, json=chat(stream=True)), b""
         with pytest.raises(aiohttp.ClientPayloadError):
             while part := await answer.content.readany():
@@ -289,14 +254,11 @@ async def test_a_stream_that_breaks_is_cut_and_not_tried_again():
         assert b"t1 " in body and b"[DONE]" not in body
         assert sum(sent_to(servers)) == 1
         await front.settled()
-        assert next(iter(front.front.live.records.values())).end in ("error", "worker_died")
+        assert next(iter(front.live.records.values())).end in ("error", "worker_died")
 
 
-async def test_a_server_that_stalls_is_left_for_another():
-    async with (
-        serving(FakeServer(), FakeServer()) as servers,
-        routing(*servers, first_byte_s=0.2) as front,
-    ):
+async def test_server_that_stalls_is_left_for_another():
+    async with fronted(FakeServer(), FakeServer(), first_byte_s=0.2) as (front, servers):
         await (await front.http.post(CHAT, json=chat(LONG, stream=True))).read()
         stalled = servers[sent_to(servers).index(1)]
         stalled.hold.clear()
@@ -306,18 +268,15 @@ async def test_a_server_that_stalls_is_left_for_another():
         await until(lambda: stalled.gone == 1)
 
 
-async def test_an_unhealthy_server_gets_nothing_until_it_is_well():
-    async with (
-        serving(FakeServer(), FakeServer()) as servers,
-        routing(*servers) as front,
-    ):
+async def test_unhealthy_server_gets_nothing_until_it_is_well():
+    async with fronted(FakeServer(), FakeServer()) as (front, servers):
         servers[0].healthy = 503
-        await until(lambda: front.front.live.choosable == 1)
+        await until(lambda: front.live.choosable == 1)
         for i in range(3):
             await (await front.http.post(CHAT, json=chat(f"{i}{LONG}"))).read()
         assert sent_to(servers) == [0, 3]
         servers[0].healthy = 200
-        await until(lambda: front.front.live.choosable == 2)
+        await until(lambda: front.live.choosable == 2)
 
 
 # -- servers that lie ----------------------------------------------------------------------------
@@ -327,58 +286,48 @@ async def test_an_unhealthy_server_gets_nothing_until_it_is_well():
     ("body", "why"),
     [(b"<html>", "not JSON"), (b'{"data": []}', "no list"), (b"x" * (9 << 20), "more than")],
 )
-async def test_a_server_that_answers_garbage_is_named_and_the_other_serves(body, why):
-    async with (
-        serving(FakeServer(models_body=body), FakeServer()) as servers,
-        routing(*servers, ready=False) as front,
-    ):
-        await until(lambda: front.front.live.choosable == 1)
-        await until(lambda: why in front.front.backends["a"].down)
+async def test_server_of_garbage_is_named_and_the_other_serves(body, why):
+    async with fronted(FakeServer(models_body=body), FakeServer(), ready=False) as (front, servers):
+        await until(lambda: front.live.choosable == 1)
+        await until(lambda: why in front.backends["a"].down)
         assert (await front.http.post(CHAT, json=chat())).status == 200
         assert sent_to(servers) == [0, 1]
 
 
-async def test_a_server_of_another_model_than_it_should_have_is_not_used_until_it_has():
+async def test_server_of_another_model_waits_until_it_has_the_right():
     async with serving(FakeServer(model="other"), FakeServer()) as servers:
         rows = [
             {"url": one.url, "profile": "pcie", "name": name, "model": "llama-3.1-8b"}
             for one, name in zip(servers, "ab", strict=True)
         ]
         async with routing(*rows, ready=False) as front:
-            await until(lambda: front.front.backends["a"].refused)
-            assert "serves other and not llama-3.1-8b" in front.front.backends["a"].refused
-            await until(lambda: front.front.live.choosable == 1)
+            await until(lambda: front.backends["a"].refused)
+            assert "serves other and not llama-3.1-8b" in front.backends["a"].refused
+            await until(lambda: front.live.choosable == 1)
             assert (await front.http.post(CHAT, json=chat())).status == 200
             servers[0].model = "llama-3.1-8b"
-            await until(lambda: front.front.live.choosable == 2)
+            await until(lambda: front.live.choosable == 2)
 
 
-async def test_two_models_under_one_name_are_not_mixed():
-    async with (
-        serving(FakeServer(root="/m/llama"), FakeServer(root="org/qwen")) as servers,
-        routing(*servers, ready=False) as front,
-    ):
-        backends = front.front.backends
+async def test_models_under_one_name_are_not_mixed():
+    two = FakeServer(root="/m/llama"), FakeServer(root="org/qwen")
+    async with fronted(*two, ready=False) as (front, _):
+        backends = front.backends
         await until(lambda: backends["a"].refused or backends["b"].refused)
         why = backends["a"].refused or backends["b"].refused
         assert "--served-model-name" in why and "llama" in why and "qwen" in why
-        await until(lambda: front.front.live.choosable == 1)
+        await until(lambda: front.live.choosable == 1)
         assert (await front.http.post(CHAT, json=chat())).status == 200
 
 
-async def test_one_model_from_two_folders_is_one_model():
-    async with (
-        serving(FakeServer(root="/m/Llama-8B"), FakeServer(root="org/llama-8b")) as servers,
-        routing(*servers) as front,
-    ):
-        assert front.front.live.choosable == 2
+async def test_model_from_two_folders_is_one_model():
+    two = FakeServer(root="/m/Llama-8B"), FakeServer(root="org/llama-8b")
+    async with fronted(*two) as (front, _):
+        assert front.live.choosable == 2
 
 
-async def test_a_model_goes_to_those_that_serve_it_and_an_unknown_one_nowhere():
-    async with (
-        serving(FakeServer(), FakeServer(model="qwen")) as servers,
-        routing(*servers) as front,
-    ):
+async def test_model_goes_to_its_servers_and_an_unknown_one_nowhere():
+    async with fronted(FakeServer(), FakeServer(model="qwen")) as (front, servers):
         for _ in range(3):
             await front.http.post(CHAT, json=chat(model="qwen"))
         assert sent_to(servers) == [0, 3]
@@ -395,10 +344,7 @@ KEYS = {"by_key": {"sk-alice-0123456": "alice", "sk-bob-0123456789": "bob"}, "un
 
 
 async def test_keys_are_checked_here_and_go_no_further():
-    async with (
-        serving(FakeServer()) as servers,
-        routing(*servers, tenants=KEYS) as front,
-    ):
+    async with fronted(FakeServer(), tenants=KEYS) as (front, servers):
         assert (await front.http.post(CHAT, json=chat())).status == 401
         key = {"authorization": "Bearer sk-alice-0123456"}
         answer = await front.http.post(CHAT, json=chat(), headers=key)
@@ -416,13 +362,13 @@ async def test_keys_are_checked_here_and_go_no_further():
         assert (await front.http.get("/v1/nodes", headers=other)).status == 403
 
 
-async def test_without_keys_of_ours_the_client_s_goes_to_the_server():
-    async with serving(FakeServer()) as servers, routing(*servers) as front:
+async def test_client_key_reaches_the_server_when_we_have_none():
+    async with fronted(FakeServer()) as (front, servers):
         await front.http.post(CHAT, json=chat(), headers={"authorization": "Bearer theirs"})
         assert servers[0].seen[-1][2]["authorization"] == "Bearer theirs"
 
 
-async def test_a_server_s_own_key_takes_the_place_of_the_client_s(monkeypatch):
+async def test_server_key_replaces_the_clients(monkeypatch):
     monkeypatch.setenv("KAPPA_TEST_KEY", "sk-server")
     async with serving(FakeServer()) as servers:
         row = {"url": servers[0].url, "profile": "pcie", "key_env": "KAPPA_TEST_KEY"}
@@ -434,57 +380,47 @@ async def test_a_server_s_own_key_takes_the_place_of_the_client_s(monkeypatch):
 
 async def test_limits_hold_for_whatever_is_passed_on():
     limits = {name: {"requests_per_minute": 2} for name in ("alice", "bob")}
-    async with (
-        serving(FakeServer()) as servers,
-        routing(*servers, tenants={**KEYS, "limits": limits}) as front,
-    ):
+    async with fronted(FakeServer(), tenants={**KEYS, "limits": limits}) as (front, _):
         for key, path in zip(KEYS["by_key"], (CHAT, "/v1/embeddings"), strict=True):
             ask = {"json": chat(), "headers": {"authorization": f"Bearer {key}"}}
             codes = [(await front.http.post(path, **ask)).status for _ in range(3)]
             assert codes == [200, 200, 429]
 
 
-async def test_what_happened_is_counted():
-    async with (
-        serving(FakeServer(), FakeServer()) as servers,
-        routing(*servers) as front,
-    ):
+async def test_metrics_count_what_happened():
+    async with fronted(FakeServer(), FakeServer()) as (front, servers):
         servers[0].status = 500
         for i in range(2):
-            await (await front.http.post(CHAT, json=chat(f"{i}", stream=True))).read()
-        await front.settled()
+            await served(front, f"{i}")
         text = await (await front.http.get("/metrics")).text()
         assert 'kappa_requests_total{status="200"} 2.0' in text
         assert 'kappa_output_tokens_total{node="gh200-c2c"} 8.0' in text
         assert "kappa_retries_total" in text
 
 
-async def test_a_decision_is_explained_without_being_made():
-    async with (
-        serving(FakeServer(), FakeServer()) as servers,
-        routing(*servers) as front,
-    ):
+async def test_decision_is_explained_without_being_made():
+    async with fronted(FakeServer(), FakeServer()) as (front, servers):
         answer = await (await front.http.post("/v1/route", json=chat(LONG))).json()
         assert [c["node"] for c in answer["candidates"]] == ["h100-pcie5", "gh200-c2c"]
         assert answer["prompt_tokens"] > 2000
         assert sent_to(servers) == [0, 0]
-        assert not front.front.live.router.flights
+        assert not front.live.router.flights
 
 
-async def test_one_id_twice_at_a_time_is_two_requests():
-    async with serving(FakeServer()) as servers, routing(*servers) as front:
+async def test_same_id_twice_at_a_time_is_two_requests():
+    async with fronted(FakeServer()) as (front, servers):
         servers[0].hold.clear()
         both = [
             asyncio.create_task(front.http.post(CHAT, json=chat(), headers={"x-request-id": "r"}))
             for _ in range(2)
         ]
         await until(lambda: len(servers[0].seen) == 2)
-        assert len(front.front.live.router.flights) == 2
+        assert len(front.live.router.flights) == 2
         servers[0].hold.set()
         assert [(await one).status for one in both] == [200, 200]
 
 
-async def test_an_answer_that_is_cut_short_is_not_taken_for_whole():
+async def test_answer_that_is_cut_short_is_not_taken_for_whole():
     async def short(reader, writer):
         request = await reader.readuntil(b"\r\n\r\n")
         if b"/v1/models" in request:
@@ -503,4 +439,4 @@ async def test_an_answer_that_is_cut_short_is_not_taken_for_whole():
     async with server, routing(row) as front:
         with pytest.raises(aiohttp.ClientPayloadError):
             await (await front.http.post(CHAT, json={"messages": []})).read()
-        await until(lambda: not front.front.live.router.flights)
+        await until(lambda: not front.live.router.flights)

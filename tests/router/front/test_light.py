@@ -1,7 +1,5 @@
 """`kappa route` starts without the heavy half of the project."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -18,7 +16,7 @@ print([name for name in heavy if name in sys.modules])
 """
 
 
-def test_nothing_heavy_is_imported():
+def test_front_imports_nothing_heavy():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
     )

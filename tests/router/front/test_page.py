@@ -5,19 +5,20 @@ import asyncio
 import pytest
 
 from tests import browser
-from tests.router.front.conftest import chat, routing, until
-from tests.router.front.offering import FakeServer, serving
+from tests.router.front.conftest import chat, fronted
+from tests.router.front.offering import FakeServer
+from tests.router.patience import until
 
 
-async def test_the_page_is_answered_here():
-    async with serving(FakeServer()) as [server], routing(server) as front:
+async def test_page_is_answered_by_the_front():
+    async with fronted(FakeServer()) as (front, (server,)):
         answer = await front.http.get("/")
         assert answer.status == 200 and "sha256-" in answer.headers["content-security-policy"]
         assert (await front.http.post("/", json={})).status == 413
         assert not server.seen
 
 
-async def test_the_page_shows_servers_decisions_and_who_does_not_answer():
+async def test_page_shows_servers_decisions_and_servers_that_are_down():
     if browser.CHROMIUM is None:
         pytest.skip(browser.WHY_NOT)
 
@@ -35,10 +36,10 @@ async def test_the_page_shows_servers_decisions_and_who_does_not_answer():
             assert tab.text("#model") == "llama-3.1-8b" and not tab.faults
 
     three = FakeServer(), FakeServer(), FakeServer()
-    async with serving(*three) as servers, routing(*servers) as front:
+    async with fronted(*three) as (front, servers):
         gone = servers[2].url
         await servers[2].stop()
-        await until(lambda: front.front.live.choosable == 2)
+        await until(lambda: front.live.choosable == 2)
         for number in range(3):
             answer = await front.http.post("/v1/chat/completions", json=chat(f"hi {number}"))
             assert answer.status == 200

@@ -1,4 +1,4 @@
-"""Modes of `kappa route`: who steers, what the journal holds, and what is reported from it."""
+"""Modes of `kappa route`: who steers, what the journal holds, and its report."""
 
 import errno
 import json
@@ -15,7 +15,7 @@ from kappa_deploy.cli import app as kappa
 from kappa_router.front.conversations import Conversations, opening_of
 from kappa_router.live import record_file
 from kappa_router.rollout_journal import read_journal
-from tests.router.front.conftest import chat, routing
+from tests.router.front.conftest import chat, fronted, routing
 from tests.router.front.offering import FakeServer, serving
 
 CHATS = "/v1/chat/completions"
@@ -38,7 +38,7 @@ async def send(here, count, **headers):
         await here.settled()
 
 
-async def test_in_shadow_the_present_balancer_steers_and_ours_is_written_down(tmp_path):
+async def test_shadow_lets_the_present_steer_and_records_ours(tmp_path):
     path, shadow = tmp_path / "j", {"mode": "shadow"}
     async with serving(FakeServer(), FakeServer()) as (one, two):
         async with routing(one, two, router=shadow, journal=str(path)) as here:
@@ -57,30 +57,28 @@ async def test_in_shadow_the_present_balancer_steers_and_ours_is_written_down(tm
     assert all(line["shadow"] for line in lines_of(path) if line["line"] == "request")
 
 
-async def test_a_full_disk_ends_the_journal_with_one_line_of_the_log_and_no_request(
-    tmp_path, monkeypatch
-):
+async def test_full_disk_ends_the_journal_and_no_request(tmp_path, monkeypatch):
     def full(file, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     given = {"router": {"mode": "shadow"}, "journal": str(tmp_path / "j")}
     with capture_logs() as logged:
-        async with serving(FakeServer()) as servers, routing(*servers, **given) as here:
+        async with fronted(FakeServer(), **given) as (here, _):
             monkeypatch.setattr(record_file.os, "write", full)
             await send(here, 3)
             async with here.http.get("/metrics") as answer:
                 assert answer.status == 200
-            live = here.front.live
+            live = here.live
         assert [r.end for r in live.records.values()] == ["done"] * 3
     (ended,) = [line for line in logged if line["event"] == "record_ended"]
     assert "No space left" in ended["why"] and ended["path"] == given["journal"]
     assert (tmp_path / "j").read_bytes() == b""
 
 
-async def test_a_canary_keeps_conversations_in_their_arms(tmp_path):
+async def test_canary_keeps_conversations_in_their_arms(tmp_path):
     path = tmp_path / "j"
     given = {"router": {"mode": "canary:50"}, "journal": str(path)}
-    async with serving(FakeServer(), FakeServer()) as servers, routing(*servers, **given) as here:
+    async with fronted(FakeServer(), FakeServer(), **given) as (here, _):
         for k in range(12):
             await send(here, 2, **{"x-session-id": f"talk {k}"})
     (segment,) = segments_of(path)
@@ -91,12 +89,12 @@ async def test_a_canary_keeps_conversations_in_their_arms(tmp_path):
     assert set().union(*arms.values()) == {"kappa", "present"}
 
 
-async def test_without_a_journal_ours_steers_and_nothing_is_written(tmp_path):
-    async with serving(FakeServer()) as servers, routing(*servers) as here:
+async def test_front_steers_and_writes_nothing_without_a_journal(tmp_path):
+    async with fronted(FakeServer()) as (here, _):
         await send(here, 1)
         async with here.http.get("/v1/journal") as answer:
             assert (answer.status, await answer.text()) == (200, "")
-        (record,) = here.front.live.records.values()
+        (record,) = here.live.records.values()
         assert record.steered == "kappa" and record.shadow is None
 
 
@@ -128,7 +126,7 @@ def test_modes_that_cannot_be_are_refused(given, why):
          {"messages": [{"role": "system"}, {"role": "user", "content": "b"}]}, False),
     ],
 )  # fmt: skip
-def test_a_conversation_is_known_by_its_name_or_its_beginning(one, other, same):
+def test_conversation_is_known_by_its_name_or_its_beginning(one, other, same):
     conversations = Conversations()
     names = [conversations.of(opening_of(body)) for body in (one, other)]
     assert all(names) and (names[0] == names[1]) == same
@@ -142,7 +140,7 @@ def test_a_conversation_is_known_by_its_name_or_its_beginning(one, other, same):
         ("prompt", [[1] * 40, [2] * 90, [3]]),
     ],
 )
-def test_a_bare_prompt_that_grows_stays_one_conversation(key, words):
+def test_bare_prompt_that_grows_stays_one_conversation(key, words):
     conversations, prompt, names = Conversations(), words[0][:0], []
     for word in words:
         prompt = prompt + word
@@ -151,7 +149,7 @@ def test_a_bare_prompt_that_grows_stays_one_conversation(key, words):
     assert conversations.of(opening_of({key: prompt[:8] + words[1] + words[0]})) != names[0]
 
 
-def test_prompts_that_only_share_an_opening_are_two_conversations():
+def test_prompts_that_share_an_opening_are_two_conversations():
     conversations = Conversations()
     one, other = ("system " * 20 + end * 9 for end in ("x", "y"))
     names = [
@@ -161,7 +159,7 @@ def test_prompts_that_only_share_an_opening_are_two_conversations():
 
 
 @pytest.mark.parametrize("body", [{}, {"messages": 5}, {"prompt": None}, {"user": 3}])
-def test_a_body_that_tells_no_conversation_has_none(body):
+def test_body_that_tells_no_conversation_has_none(body):
     assert Conversations().of(opening_of(body)) == ""
 
 
@@ -181,7 +179,7 @@ class Balancer(FakeServer):
 
 
 async def via(tmp_path, named, **changes):
-    """A request through a balancer: the journal's line of it, and what it left."""
+    """A request through a balancer: its line in the journal, and what it left."""
     path, balancer = tmp_path / "j", Balancer(**changes)
     async with serving(FakeServer(), FakeServer(), balancer) as (one, two, _):
         balancer.named = named.format(a=one.url, b=two.url.removeprefix("http://"))
@@ -192,16 +190,16 @@ async def via(tmp_path, named, **changes):
             async with here.http.post(CHATS, json=chat("question " * 60)) as answer:
                 await answer.read()
             await here.settled()
-            assert not here.front.live.router.reservations and not one.seen and not two.seen
-            held = {name: backend.sent._number for name, backend in here.front.backends.items()}
-            breakers = here.front.live.members.blocked()
+            assert not here.live.router.reservations and not one.seen and not two.seen
+            held = {name: backend.sent._number for name, backend in here.backends.items()}
+            breakers = here.live.members.blocked()
     assert len(balancer.seen) == 1 or balancer.status != 200
     (line,) = [line for line in lines_of(path) if line["line"] == "request"][-1:]
     return answer.status, line, held, breakers
 
 
 @pytest.mark.parametrize(("named", "worker"), [("{a}", "a"), ("{b}", "b")])
-async def test_a_real_balancers_answers_say_where_a_request_went(tmp_path, named, worker):
+async def test_balancer_header_says_where_a_request_went(tmp_path, named, worker):
     status, line, held, _ = await via(tmp_path, named)
     assert status == 200 and line["worker"] == worker == line["shadow"]["present_worker"]
     assert held == {"a": int(worker == "a"), "b": int(worker == "b")}
@@ -209,12 +207,12 @@ async def test_a_real_balancers_answers_say_where_a_request_went(tmp_path, named
 
 
 @pytest.mark.parametrize("named", ["", "10.9.9.9:1"])
-async def test_where_they_do_not_a_server_is_guessed(tmp_path, named):
+async def test_server_is_guessed_when_a_balancer_names_none(tmp_path, named):
     status, line, _, _ = await via(tmp_path, named)
     assert status == 200 and line["worker"] in ("a", "b")
 
 
-async def test_a_real_balancers_failure_is_no_servers(tmp_path):
+async def test_balancer_failure_is_no_servers_failure(tmp_path):
     status, line, _, breakers = await via(tmp_path, "", status=503)
     assert status == 503 and line["end"] == "unsent" and not breakers.failing
 
@@ -229,12 +227,12 @@ def report(*args):
 async def written(path, mode, requests=60):
     given = {"router": {"mode": mode}, "journal": str(path)}
     slow = FakeServer(ttft_s=0.02)
-    async with serving(FakeServer(), slow) as servers, routing(*servers, **given) as here:
+    async with fronted(FakeServer(), slow, **given) as (here, _):
         for k in range(requests):
             await send(here, 1, **{"x-session-id": f"{k % 20}"})
 
 
-async def test_a_shadows_report_says_what_would_be_saved_and_how_sure_that_is(tmp_path):
+async def test_shadow_report_says_what_is_saved_and_how_surely(tmp_path):
     await written(tmp_path / "j", "shadow")
     found = json.loads(report(tmp_path / "j", "--json").stdout)
     assert found["mode"] == "shadow" and found["measured"] is None and found["requests"] == 60
@@ -246,7 +244,7 @@ async def test_a_shadows_report_says_what_would_be_saved_and_how_sure_that_is(tm
     assert len(text.splitlines()) < 40
 
 
-def test_what_is_no_journal_is_named_and_ends_the_command(tmp_path):
+def test_report_names_a_file_that_is_no_journal(tmp_path):
     path = tmp_path / "j"
     path.write_text('{"line": "request"}\n')
     for given in ((), (path, "--url", "http://a")):

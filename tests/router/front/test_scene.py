@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from kappa_router.front.scene import FrontScene, endpoint_of
 from kappa_router.gateway.endpoints import Resolver
 from kappa_router.gateway.spec import ServerEndpoint
-from tests.router.front.conftest import until
+from tests.router.patience import until
 
 
 class TakingGateway:
@@ -35,7 +35,7 @@ def backend(url, **changes):
 
 @asynccontextmanager
 async def followed(folder, *backends, balancer=""):
-    """A scene before these servers, whose file is kept: itself, and what the file has."""
+    """A scene that keeps the file of these servers: itself, and what the file has."""
     front = SimpleNamespace(
         backends={one.settings.worker: one for one in backends}, changed=asyncio.Event(),
         rollout=SimpleNamespace(balancer=balancer), settings=SimpleNamespace(passed=()),
@@ -58,7 +58,7 @@ async def followed(folder, *backends, balancer=""):
     await asyncio.gather(following, return_exceptions=True)
 
 
-async def test_a_server_is_listed_from_its_first_answer_on(tmp_path):
+async def test_server_is_listed_from_its_first_answer_on(tmp_path):
     one, new = backend("http://127.0.0.1:81"), backend("http://127.0.0.1:82", known=None)
     async with followed(tmp_path, one, new) as (scene, listed):
         await until(lambda: scene.address("127.0.0.1:81"))
@@ -66,7 +66,7 @@ async def test_a_server_is_listed_from_its_first_answer_on(tmp_path):
         new.known, one.usable = object(), False
         scene.front.changed.set()
         await until(lambda: scene.address("127.0.0.1:82"))
-        # One that is down may be back before Envoy could be told of it.
+        # One that is down may be back before Envoy could hear so.
         assert listed() == {81: False, 82: True} and scene.address("127.0.0.1:81")
         new.refused = "another model"
         scene.front.changed.set()
@@ -74,7 +74,7 @@ async def test_a_server_is_listed_from_its_first_answer_on(tmp_path):
         await until(lambda: listed() == {81: False})
 
 
-async def test_of_servers_at_one_address_the_second_is_not_used(tmp_path):
+async def test_server_at_anothers_address_is_not_used(tmp_path):
     pair = backend("http://127.0.0.1:81/a"), backend("http://127.0.0.1:81/b")
     with capture_logs() as logs:
         async with followed(tmp_path, *pair) as (scene, listed):
@@ -87,7 +87,7 @@ async def test_of_servers_at_one_address_the_second_is_not_used(tmp_path):
     assert "b and a have the address" in logs[0]["why"]
 
 
-async def test_a_present_balancer_is_reached_by_name_alone(tmp_path):
+async def test_present_balancer_is_reached_by_name_alone(tmp_path):
     one = backend("http://127.0.0.1:81")
     async with followed(tmp_path, one, balancer="http://127.0.0.1:90/lb") as (scene, listed):
         await until(lambda: scene.address("http://127.0.0.1:90/lb"))
@@ -107,10 +107,10 @@ def at(host, port, name, tls=False, **more):
         ("http://[::1]:7/p/q", at("::1", 7, "[::1]:7", prefix="/p/q")),
     ],
 )
-async def test_a_url_is_read_as_envoy_reaches_it(url, expected):
+async def test_url_is_read_as_envoy_reaches_it(url, expected):
     assert await endpoint_of("w", url, "k", Resolver()) == expected
 
 
-async def test_a_name_without_an_address_is_named():
+async def test_name_without_an_address_is_named():
     with pytest.raises(OSError, match=r"nowhere\.invalid has no address"):
         await endpoint_of("w", "http://nowhere.invalid:80", "", Resolver())

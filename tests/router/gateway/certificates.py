@@ -1,7 +1,5 @@
 """Certificates for tests, made where they are needed."""
 
-from __future__ import annotations
-
 import datetime
 import ipaddress
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""A front door whose Envoy is real and whose decider, face and servers are scripted."""
-
-from __future__ import annotations
+"""A front door: a real Envoy before a scripted decider, face and servers."""
 
 import asyncio
 import contextlib
@@ -19,6 +17,7 @@ from kappa_router.gateway.events import Ends
 from kappa_router.gateway.process import Gateway, known_of
 from kappa_router.gateway.spec import AGAIN, SLOT_HEADER, Bounds, GatewaySpec, ServerEndpoint
 from tests.router.envoys import lent
+from tests.router.patience import PATIENCE_S
 
 CHAT = "/v1/chat/completions"
 _WAIT_S = 10.0
@@ -196,6 +195,16 @@ class Door:
         for decider in self.deciders:
             decider.script = lambda heard: answer
 
+    async def reopen(self, slot: int = 0) -> None:
+        """A decider that was closed takes its place again."""
+        socket = self.spec.slots[slot].decider_socket
+        socket.unlink(missing_ok=True)
+        await self.deciders[slot].listen(socket)
+
+    def refuses(self, got: Got, code: str) -> bool:
+        """Whether an answer is the door's own 503 of that code."""
+        return (got.status, got.error["code"]) == (503, code)
+
     def asked(self, kind: str, slot: int = 0) -> list[Heard]:
         """What a decider was asked of one kind."""
         return [one for one in self.deciders[slot].heard if one.target.startswith(kind)]
@@ -208,6 +217,13 @@ class Door:
         given = {"host": "door", "content-length": str(len(body)), **named}
         lines = "".join(f"{name}: {value}\r\n" for name, value in given.items())
         return await self.send(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + body)
+
+    async def until(self, wanted: Callable[[Got], bool], path: str = CHAT) -> Got:
+        """The first answer, of requests one after another, that is as wanted."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not wanted(got := await self.ask(path)):
+                await asyncio.sleep(0.02)
+        return got
 
     async def send(self, *parts: bytes) -> Got:
         """These bytes on a connection of their own, and the answer to them."""
@@ -238,6 +254,19 @@ async def read_answer(reader: asyncio.StreamReader) -> Got:
         return Got(status, headers, b"", cut=True)
 
 
+async def never(heard: Heard) -> Answer:
+    """The script of a server that does not answer."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def in_two(going_on: asyncio.Event) -> AsyncIterator[bytes]:
+    """Chunks of an answer of which the second waits for the event."""
+    yield b"begun "
+    await going_on.wait()
+    yield b"ended"
+
+
 @contextlib.asynccontextmanager
 async def open_door(
     servers: Sequence[Script | None] = (None,),
@@ -246,9 +275,8 @@ async def open_door(
     own: bool = False,
     **more: Any,
 ) -> AsyncIterator[Door]:
-    """One with so many servers, of which deciders know the first. endpoint: what each is to Envoy;
-    own: its Envoy is nobody else's; more: of its `GatewaySpec`, such as how many `deciders` it
-    has."""
+    """A door with these servers, of which deciders know the first. endpoint: what each server is to
+    Envoy; own: the door does not share its Envoy; more: of its `GatewaySpec`."""
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kd-"))
         spec = GatewaySpec(

@@ -1,7 +1,5 @@
 """As much of HTTP/2 as one request needs: no Huffman codes, no dynamic table (RFC 9113, 7541)."""
 
-from __future__ import annotations
-
 import asyncio
 
 _DATA, _HEADERS, _SETTINGS = 0, 1, 4

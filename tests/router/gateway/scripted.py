@@ -1,11 +1,8 @@
 """A decider before servers that are only names, with a live router that decides among them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
-from collections import Counter
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -23,21 +20,9 @@ from kappa_router.live.live_router import LiveRouter
 from kappa_router.live.membership import MembershipRule
 from kappa_router.live.replica_registry import ReplicaRegistry
 from kappa_router.policy import policy_named
-from tests.router.building import announcement
+from tests.router.building import Followed, announcement
 
 CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
-
-
-class Followed:
-    """Of a worker that answers and tells nothing."""
-
-    synced = connected = alive = True
-
-    def __init__(self):
-        self.events = Counter()
-
-    async def close(self):
-        pass
 
 
 class ScriptedScene:

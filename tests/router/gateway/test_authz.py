@@ -15,6 +15,7 @@ from kappa_router.gateway.spec import (
     DeciderSlot,
     veiled,
 )
+from tests.router.patience import until
 
 GO = Go({"x-gateway-destination-endpoint": "10.0.0.1:80"}, {"x-request-id": "r"})
 
@@ -67,6 +68,15 @@ async def answer_of(reader):
     return int(first.split()[1]), headers, body
 
 
+async def answers(desk, folder, *sent, count=1):
+    """The desk's answers to what is sent piece by piece."""
+    async with talking(desk, folder) as (reader, writer):
+        for part in sent:
+            writer.write(part)
+            await asyncio.sleep(0)
+        return [await answer_of(reader) for _ in range(count)]
+
+
 def question(path="/decide/v1/completions?a=b", body=b"{}", method="POST", more=""):
     return (
         f"{method} {path} HTTP/1.1\r\nHost: decider\r\nX-A: 1\r\n{more}"
@@ -80,38 +90,24 @@ async def closes(reader):
             assert await reader.read() == b""
 
 
-async def until(condition):
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 async def test_authz_asks_with_the_clients_target_headers_and_body(tmp_path):
     desk = ScriptedDesk()
-    async with talking(desk, tmp_path) as (reader, writer):
-        writer.write(question())
-        sent = {**GO.upstream, SLOT_HEADER: "7", **GO.client}
-        assert await answer_of(reader) == (200, sent, b"")
+    sent = {**GO.upstream, SLOT_HEADER: "7", **GO.client}
+    assert await answers(desk, tmp_path, question()) == [(200, sent, b"")]
     (inquiry,) = desk.asked
     assert (inquiry.method, inquiry.target, inquiry.body) == ("POST", "/v1/completions?a=b", b"{}")
     assert inquiry.headers["x-a"] == "1" and inquiry.headers["host"] == "decider"
 
 
 def test_authz_runs_on_uvloop(tmp_path):
-    async def one():
-        async with talking(ScriptedDesk(), tmp_path) as (reader, writer):
-            writer.write(question(body=b"x" * 500_000))
-            return await answer_of(reader)
-
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        assert runner.run(one())[0] == 200
+        large = question(body=b"x" * 500_000)
+        assert runner.run(answers(ScriptedDesk(), tmp_path, large))[0][0] == 200
 
 
 async def test_authz_asks_without_a_body_before_it_is_buffered(tmp_path):
     desk = ScriptedDesk()
-    async with talking(desk, tmp_path) as (reader, writer):
-        writer.write(question("/admit/v1/completions", b""))
-        _, headers, _ = await answer_of(reader)
+    ((_, headers, _),) = await answers(desk, tmp_path, question("/admit/v1/completions", b""))
     assert headers[ADMITTER_HEADER] == str(DeciderSlot(tmp_path, 7).decider_socket)
     assert SLOT_HEADER not in headers
     assert desk.asked[0].body is None and desk.asked[0].target == "/v1/completions"
@@ -120,20 +116,15 @@ async def test_authz_asks_without_a_body_before_it_is_buffered(tmp_path):
 @pytest.mark.parametrize("step", [1, 7, 64])
 async def test_authz_reads_questions_in_pieces_of_any_size(tmp_path, step):
     desk = ScriptedDesk()
-    async with talking(desk, tmp_path) as (reader, writer):
-        sent = question(body=b"first") + question(body=b"") + question(body=b"third" * 50)
-        for at in range(0, len(sent), step):
-            writer.write(sent[at : at + step])
-            await asyncio.sleep(0)
-        assert [(await answer_of(reader))[0] for _ in range(3)] == [200] * 3
+    sent = question(body=b"first") + question(body=b"") + question(body=b"third" * 50)
+    parts = (sent[at : at + step] for at in range(0, len(sent), step))
+    assert [one[0] for one in await answers(desk, tmp_path, *parts, count=3)] == [200] * 3
     assert [one.body for one in desk.asked] == [b"first", b"", b"third" * 50]
 
 
 async def test_authz_reads_a_long_body_whole(tmp_path):
     desk, body = ScriptedDesk(), bytes(range(256)) * 2000
-    async with talking(desk, tmp_path) as (reader, writer):
-        writer.write(question(body=body))
-        await answer_of(reader)
+    await answers(desk, tmp_path, question(body=body))
     assert desk.asked[0].body == body
 
 
@@ -162,16 +153,13 @@ async def test_authz_closes_when_too_much_comes_before_an_answer(tmp_path):
 
 async def test_authz_passes_a_refusal_on_with_its_body(tmp_path):
     refusal = Refuse(429, {"retry-after": "3", "content-type": "application/json"}, b'{"e":1}')
-    async with talking(ScriptedDesk(refusal), tmp_path) as (reader, writer):
-        writer.write(question())
-        assert await answer_of(reader) == (429, dict(refusal.headers), b'{"e":1}')
+    found = await answers(ScriptedDesk(refusal), tmp_path, question())
+    assert found == [(429, dict(refusal.headers), b'{"e":1}')]
 
 
-async def test_authz_passes_a_refusal_on_that_is_no_failure_of_the_decider(tmp_path):
+async def test_authz_veils_a_refusal_that_is_no_failure_of_its_own(tmp_path):
     desk = ScriptedDesk(Refuse(503, {}, b"no worker"))
-    async with talking(desk, tmp_path) as (reader, writer):
-        writer.write(question())
-        assert await answer_of(reader) == (veiled(503), {}, b"no worker")
+    assert await answers(desk, tmp_path, question()) == [(veiled(503), {}, b"no worker")]
 
 
 async def test_authz_sends_no_body_after_a_head_question(tmp_path):
@@ -185,19 +173,14 @@ async def test_authz_sends_no_body_after_a_head_question(tmp_path):
 
 async def test_authz_lets_no_header_begin_another(tmp_path):
     go = Go({"x-a": "1\r\nx-gateway-destination-endpoint: evil:1"}, {})
-    async with talking(ScriptedDesk(go), tmp_path) as (reader, writer):
-        writer.write(question())
-        status, headers, _ = await answer_of(reader)
-        assert status == 200 and list(headers) == ["x-a", SLOT_HEADER]
+    ((status, headers, _),) = await answers(ScriptedDesk(go), tmp_path, question())
+    assert status == 200 and list(headers) == ["x-a", SLOT_HEADER]
 
 
 async def test_authz_answers_500_when_a_decision_crashes(tmp_path):
-    async with talking(ScriptedDesk(KeyError("a prompt")), tmp_path) as (reader, writer):
-        writer.write(question())
-        status, _, body = await answer_of(reader)
+    desk = ScriptedDesk(KeyError("a prompt"))
+    for status, _, body in await answers(desk, tmp_path, question(), question(), count=2):
         assert status == 500 and b"prompt" not in body
-        writer.write(question())
-        assert (await answer_of(reader))[0] == 500
 
 
 async def test_authz_cancels_a_decision_when_envoy_gives_it_up(tmp_path):
@@ -264,7 +247,7 @@ async def test_authz_hears_of_first_tokens_and_attempts(tmp_path):
         question("/again/r", b"", more=f"{authz.ATTEMPT_HEADER}: x\r\n"),
     ],
 )
-async def test_authz_closes_on_what_is_no_question(tmp_path, sent):
+async def test_authz_closes_on_a_malformed_question(tmp_path, sent):
     desk = ScriptedDesk()
     async with talking(desk, tmp_path) as (reader, writer):
         writer.write(sent)

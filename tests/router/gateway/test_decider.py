@@ -14,7 +14,7 @@ from kappa_router.gateway.decider import content_digest
 from kappa_router.gateway.scene import Asked
 from tests.router.building import tenants_of
 from tests.router.gateway.scripted import CHAT, EMBEDDINGS, deciding, end
-from tests.router.stream_worker import until
+from tests.router.patience import until
 
 KEYS = {"sk-alice": "alice", "sk-bob": "bob"}
 ALICE, BOB = {"authorization": "Bearer sk-alice"}, {"x-api-key": "sk-bob"}
@@ -37,10 +37,15 @@ def idle(here):
     return not len(here.flights) and not len(here.decider._places) and not here.live.router.flights
 
 
+def left(here):
+    """Tokens that alice has left in this minute."""
+    return here.door.limits.headers("alice", 0.0)["x-ratelimit-remaining-tokens"]
+
+
 # -- what goes on --------------------------------------------------------------------------------
 
 
-async def test_a_decision_names_servers_in_order_and_an_id():
+async def test_decision_names_servers_in_order_and_an_id():
     async with deciding() as here:
         go = await here.ask(headers={"x-request-id": "mine"})
         assert isinstance(go, Go)
@@ -54,7 +59,7 @@ async def test_a_decision_names_servers_in_order_and_an_id():
         assert "x-envoy-auth-headers-to-remove" not in go.upstream
 
 
-async def test_a_decision_takes_no_id_that_is_unfit_or_open():
+async def test_decision_takes_no_id_that_is_unfit_or_open():
     async with deciding() as here:
         ids = [
             (await here.ask(headers={"x-request-id": one})).upstream[TO_ID_HEADER]
@@ -64,7 +69,7 @@ async def test_a_decision_takes_no_id_that_is_unfit_or_open():
         assert all(len(one) == 32 for one in ids[2:])
 
 
-async def test_a_decision_keeps_another_tenants_record():
+async def test_decision_keeps_another_tenants_record():
     async with deciding(access=access_of()) as here:
         await here.ask(headers={"x-request-id": "r", **ALICE})
         here.flights.ended(end("r", 400))
@@ -75,20 +80,20 @@ async def test_a_decision_keeps_another_tenants_record():
         assert again.upstream[TO_ID_HEADER] == "r"
 
 
-async def test_a_decision_has_keys_of_ours_taken_off():
+async def test_decision_has_keys_of_ours_taken_off():
     async with deciding(access=access_of()) as here:
         go = await here.ask(headers=ALICE)
         assert go.upstream["x-envoy-auth-headers-to-remove"] == "authorization,x-api-key"
 
 
-async def test_a_decision_bounds_the_wait_for_an_answer():
+async def test_decision_bounds_the_wait_for_an_answer():
     header = "x-envoy-upstream-rq-per-try-timeout-ms"
     async with deciding(first_byte_s=2.0, answer_s=70.0) as here:
         assert (await here.ask(body={"stream": True})).upstream[header] == "2000"
         assert (await here.ask()).upstream[header] == "70000"
 
 
-async def test_a_decision_says_what_answers_are_tried_elsewhere():
+async def test_decision_says_what_answers_are_tried_elsewhere():
     header = "x-envoy-retriable-status-codes"
     async with deciding() as here:
         assert (await here.ask()).upstream[header] == "429,500,502,503,504"
@@ -99,7 +104,7 @@ async def test_a_decision_says_what_answers_are_tried_elsewhere():
         assert header not in (await here.ask()).upstream
 
 
-async def test_a_decision_leaves_the_choice_to_a_present_balancer():
+async def test_decision_leaves_the_choice_to_a_present_balancer():
     async with deciding() as here:
         here.scene.via = "10.1.1.1:90"
         go = await here.ask()
@@ -107,17 +112,17 @@ async def test_a_decision_leaves_the_choice_to_a_present_balancer():
         assert go.upstream["x-envoy-max-retries"] == "0"
 
 
-async def test_a_passed_path_goes_by_load_alone():
+async def test_passed_path_goes_by_load_alone():
     async with deciding() as here:
         go = await here.ask(EMBEDDINGS, headers={"x-request-id": "e"})
         assert not here.live.records["e"].decision.informed
         assert "x-kappa-node" not in go.client
 
 
-# -- what is refused -----------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------
 
 
-async def test_a_decider_refuses_unknown_keys_for_bodies_and_heads():
+async def test_decider_refuses_unknown_keys_for_bodies_and_heads():
     async with deciding(access=access_of()) as here:
         for headers in ({}, {"authorization": "Bearer other"}):
             assert code_of(await here.ask(headers=headers)) == (401, "invalid_api_key")
@@ -126,26 +131,26 @@ async def test_a_decider_refuses_unknown_keys_for_bodies_and_heads():
 
 
 @pytest.mark.parametrize("path", ["/", "/v1/chat/completions/", "/flush_cache", "/v1/%63hat"])
-async def test_a_decider_refuses_paths_that_are_not_listed(path):
+async def test_decider_refuses_paths_that_are_not_listed(path):
     async with deciding() as here:
         assert code_of(await here.ask(path)) == (404, "not_found")
         assert code_of(await here.admit(5, path=path)) == (404, "not_found")
 
 
-async def test_a_decider_refuses_in_the_shape_of_the_path():
+async def test_decider_refuses_in_the_shape_of_the_path():
     async with deciding() as here:
         verdict = await here.ask("/v1/messages?beta=true", {"model": "none"})
         assert verdict.status == 404 and json.loads(verdict.body)["type"] == "error"
 
 
-async def test_a_decider_refuses_models_that_nobody_serves():
+async def test_decider_refuses_models_that_no_worker_serves():
     async with deciding() as here:
         verdict = await here.ask(body={"model": "none"}, headers={"x-request-id": "r"})
         assert code_of(verdict) == (404, "model_not_found")
         assert verdict.headers["x-request-id"] == "r" and idle(here)
 
 
-async def test_a_decider_refuses_what_is_over_a_tenants_limits():
+async def test_decider_refuses_a_request_over_its_tenants_limits():
     limits = {"alice": Allowance(2, 1000), "bob": Allowance(concurrent=1)}
     async with deciding(access=access_of(**limits)) as here:
         over = await here.ask(body={"max_tokens": 901}, headers=ALICE)
@@ -163,7 +168,7 @@ async def test_a_decider_refuses_what_is_over_a_tenants_limits():
         assert [status for _, status in here.scene.refusals] == [400]
 
 
-async def test_a_decider_refuses_what_finds_no_place():
+async def test_decider_refuses_a_request_that_finds_no_place():
     async with deciding(max_queue=1) as here:
         await here.ask(headers={"x-request-id": "r"})
         assert code_of(await here.ask()) == (429, "queue_full")
@@ -171,7 +176,7 @@ async def test_a_decider_refuses_what_finds_no_place():
         assert isinstance(await here.ask(), Go)
 
 
-async def test_a_decider_refuses_when_no_server_is_there():
+async def test_decider_refuses_when_no_server_is_there():
     async with deciding() as here:
         for worker in ("a", "b"):
             here.live.members._trip(worker, "disconnected")
@@ -180,7 +185,7 @@ async def test_a_decider_refuses_when_no_server_is_there():
         assert idle(here) and [status for _, status in here.scene.refusals] == [503]
 
 
-async def test_a_decider_gives_all_back_when_its_scene_fails(monkeypatch):
+async def test_decider_gives_all_back_when_its_scene_fails(monkeypatch):
     async with deciding() as here:
         monkeypatch.setattr(here.scene, "headers", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -191,7 +196,7 @@ async def test_a_decider_gives_all_back_when_its_scene_fails(monkeypatch):
 # -- bodies that are to come ---------------------------------------------------------------------
 
 
-async def test_a_large_body_may_come_if_it_fits():
+async def test_large_body_may_come_if_it_fits():
     async with deciding(max_body_bytes=1 << 20) as here:
         assert isinstance(await here.admit(1 << 20), Go)
         assert code_of(await here.admit((1 << 20) + 1)) == (413, "body_too_large")
@@ -215,7 +220,7 @@ async def test_bodies_that_never_come_hold_no_room_for_ever():
             assert isinstance(await here.admit(None), Go)
 
 
-async def test_a_tenants_bodies_leave_others_their_share():
+async def test_tenants_bodies_leave_others_their_share():
     async with deciding(access=access_of()) as here:
         for _ in range(4):
             await here.admit(None, ALICE)
@@ -223,7 +228,7 @@ async def test_a_tenants_bodies_leave_others_their_share():
         assert isinstance(await here.admit(1 << 20, BOB), Go)
 
 
-async def test_a_large_body_counts_once_against_limits():
+async def test_large_body_counts_once_against_limits():
     async with deciding(access=access_of(alice=Allowance(2))) as here:
         for _ in range(2):
             go = await here.admit(1 << 20, ALICE)
@@ -251,7 +256,7 @@ async def test_a_large_body_counts_once_against_limits():
         (200, ("DR",), CHAT, "client_gone"),
     ],
 )
-async def test_a_request_ends_once_as_envoy_says(status, flags, path, expected):
+async def test_request_ends_once_as_envoy_says(status, flags, path, expected):
     async with deciding("a", access=access_of(alice=Allowance(concurrent=1))) as here:
         await here.ask(path, headers={"x-request-id": "r", **ALICE})
         for _ in range(3):
@@ -260,40 +265,37 @@ async def test_a_request_ends_once_as_envoy_says(status, flags, path, expected):
         assert isinstance(await here.ask(headers=ALICE), Go)
 
 
-async def test_a_deadlines_504_is_no_failure():
+async def test_deadlines_504_is_no_failure():
     async with deciding("a") as here:
         await here.ask(headers={"x-request-id": "r", "x-kappa-deadline-ms": "1"})
         here.flights.ended(end("r", 504))
         assert here.scene.ends == [("a", "deadline")]
 
 
-async def test_an_ends_tail_says_what_was_used():
+async def test_tail_of_an_end_says_what_was_used():
     async with deciding("a", access=access_of(alice=Allowance(tokens_per_minute=1000))) as here:
         await here.ask(body={"max_tokens": 500}, headers={"x-request-id": "r", **ALICE})
         here.flights.ended(end("r", tail=b"80 20", events=99))
         assert idle(here)
-        left = here.door.limits.headers("alice", 0.0)["x-ratelimit-remaining-tokens"]
-        assert left == "900"
+        assert left(here) == "900"
 
 
-async def test_an_end_without_a_tail_counts_what_was_sent():
+async def test_end_without_a_tail_counts_what_was_sent():
     async with deciding("a", access=access_of(alice=Allowance(tokens_per_minute=1000))) as here:
         await here.ask(body={"stream": True}, headers={"x-request-id": "r", **ALICE})
         here.flights.ended(end("r", sent_bytes=100 * flights._EVENT_BYTES))
         assert idle(here) and here.scene.ends == [("a", "done")]
-        left = here.door.limits.headers("alice", 0.0)["x-ratelimit-remaining-tokens"]
-        assert left == "800"
+        assert left(here) == "800"
 
 
-async def test_a_client_that_leaves_pays_for_what_was_computed():
+async def test_client_that_leaves_pays_for_what_was_computed():
     async with deciding("a", access=access_of(alice=Allowance(tokens_per_minute=1000))) as here:
         await here.ask(headers={"x-request-id": "r", **ALICE})
         here.flights.ended(end("r", 0, ("DC",)))
-        left = here.door.limits.headers("alice", 0.0)["x-ratelimit-remaining-tokens"]
-        assert left == "900"
+        assert left(here) == "900"
 
 
-async def test_a_client_that_leaves_while_it_is_decided_holds_nothing():
+async def test_client_that_leaves_while_it_is_decided_holds_nothing():
     async with deciding() as here:
         here.scene.hold.clear()
         asking = asyncio.create_task(here.ask())
@@ -304,7 +306,7 @@ async def test_a_client_that_leaves_while_it_is_decided_holds_nothing():
         assert idle(here) and not here.decider._deciding and not here.scene.ends
 
 
-async def test_an_answer_that_envoy_did_not_read_ends_its_request():
+async def test_answer_that_envoy_did_not_read_ends_its_request():
     async with deciding("a") as here:
         go = await here.ask(headers={"x-request-id": "r"})
         here.flights.unread(go)
@@ -312,7 +314,7 @@ async def test_an_answer_that_envoy_did_not_read_ends_its_request():
         assert idle(here) and here.scene.ends == [("a", "client_gone")]
 
 
-async def test_a_request_of_which_nothing_is_heard_ends_and_is_counted(monkeypatch):
+async def test_request_of_which_nothing_is_heard_ends_and_is_counted(monkeypatch):
     async with deciding("a", unheard_s=0.1) as here:
         sweeping = asyncio.create_task(here.flights.sweep())
         await here.ask(headers={"x-request-id": "goes-on"})
@@ -333,13 +335,11 @@ async def test_flights_end_what_envoy_had_when_it_was_killed(monkeypatch):
         await here.ask(headers={"x-request-id": "lost"})
         here.flights.cut()
         await here.ask(headers={"x-request-id": "of-the-next-envoy"})
-        async with asyncio.timeout(10):
-            while "lost" in here.flights:
-                await asyncio.sleep(0.01)
+        await until(lambda: "lost" not in here.flights)
         assert "of-the-next-envoy" in here.flights and here.scene.ends == [("a", "timeout")]
 
 
-async def test_an_end_that_cannot_be_learnt_from_holds_nothing():
+async def test_end_that_cannot_be_learnt_from_holds_nothing():
     async with deciding("a") as here:
         await here.ask(headers={"x-request-id": "r"})
         with pytest.raises(ValueError, match="invalid literal"):
@@ -347,7 +347,7 @@ async def test_an_end_that_cannot_be_learnt_from_holds_nothing():
         assert not len(here.flights) and not len(here.decider._places)
 
 
-async def test_a_present_balancer_tells_where_a_request_is():
+async def test_present_balancer_tells_where_a_request_is():
     async with deciding() as here:
         here.scene.via = "10.1.1.1:90"
         for name in ("streamed", "whole"):
@@ -358,7 +358,7 @@ async def test_a_present_balancer_tells_where_a_request_is():
         assert [at for _, at in here.scene.moves] == ["b", "b"]
 
 
-async def test_a_requests_end_tells_where_it_was():
+async def test_requests_end_tells_where_it_was():
     async with deciding("a", "b") as here:
         await here.ask(headers={"x-request-id": "r"})
         here.flights.ended(end("r", 400, upstream="10.0.0.2:80"))
@@ -384,7 +384,7 @@ async def asked(here, **headers):
     return ["ab"[int(one[7]) - 1] for one in go.upstream[ENDPOINT_HEADER].split(",")]
 
 
-async def test_a_request_that_a_server_did_not_take_goes_to_the_next():
+async def test_request_that_a_server_did_not_take_goes_to_the_next():
     async with deciding() as here:
         first, second = await asked(here)
         here.flights.failed(end("r", 0, REFUSED, here.scene.address(first)))
@@ -398,7 +398,7 @@ async def test_a_request_that_a_server_did_not_take_goes_to_the_next():
         assert not here.live.members.blocked().failing
 
 
-async def test_a_failure_that_is_logged_late_is_waited_for():
+async def test_failure_that_is_logged_late_is_waited_for():
     async with deciding() as here:
         first, _ = await asked(here)
         asking = asyncio.create_task(here.flights.again("r", 2))
@@ -407,7 +407,7 @@ async def test_a_failure_that_is_logged_late_is_waited_for():
         assert isinstance(await asking, Go) and here.scene.ends == [(first, "error")]
 
 
-async def test_a_failure_that_is_not_logged_counts_as_a_death(monkeypatch):
+async def test_failure_that_is_not_logged_counts_as_a_death(monkeypatch):
     monkeypatch.setattr(flights, "_FAILURE_S", 0.01)
     async with deciding() as here:
         first, _ = await asked(here)
@@ -415,7 +415,7 @@ async def test_a_failure_that_is_not_logged_counts_as_a_death(monkeypatch):
         assert code_of(await here.flights.again("r", 2)) == (503, "engine_died")
 
 
-async def test_what_was_alone_in_a_dead_engine_goes_to_no_other():
+async def test_request_alone_in_a_dead_engine_goes_to_no_other():
     async with deciding() as here:
         first, _ = await asked(here)
         here.scene.dead.add(first)
@@ -425,7 +425,7 @@ async def test_what_was_alone_in_a_dead_engine_goes_to_no_other():
         assert here.scene.ends == [(first, "worker_died")] and idle(here)
 
 
-async def test_what_was_not_alone_in_a_dead_engine_goes_to_the_next():
+async def test_request_among_others_in_a_dead_engine_goes_on():
     async with deciding() as here:
         first, second = await asked(here)
         others = frozenset({second})
@@ -436,7 +436,7 @@ async def test_what_was_not_alone_in_a_dead_engine_goes_to_the_next():
         assert here.scene.ends == [(first, "worker_died")]
 
 
-async def test_what_two_engines_died_of_is_refused_from_then_on():
+async def test_content_that_two_engines_died_of_is_refused():
     async with deciding("a", "b", "c") as here:
         for _ in range(2):
             go = await here.ask(body={"tokens": 50}, headers={"x-request-id": "r"})
@@ -451,7 +451,7 @@ async def test_what_two_engines_died_of_is_refused_from_then_on():
         assert isinstance(await here.ask(body={"tokens": 51}), Go)
 
 
-def test_a_content_is_named_by_its_tenant_path_and_body():
+def test_content_is_named_by_its_tenant_path_and_body():
     def name(body=b"x", tenant="t", path=CHAT):
         return content_digest(Asked("r", path, {}, body, Tenant(tenant)))
 
@@ -462,7 +462,7 @@ def test_a_content_is_named_by_its_tenant_path_and_body():
     assert len({name(body) for body in long}) == 4
 
 
-async def test_what_must_not_be_done_twice_is_not():
+async def test_unrepeatable_request_is_not_sent_twice():
     async with deciding() as here:
         await here.ask(EMBEDDINGS, {"repeatable": False}, {"x-request-id": "r"})
         here.flights.failed(end("r", 0, DIED))
@@ -472,7 +472,7 @@ async def test_what_must_not_be_done_twice_is_not():
         assert isinstance(await here.flights.again("s", 2), Go)
 
 
-async def test_a_request_of_another_decider_goes_on():
+async def test_request_of_another_decider_goes_on():
     async with deciding() as here:
         assert isinstance(await here.flights.again("unknown", 2), Go)
         here.flights.failed(end("unknown", 0, DIED))
@@ -480,7 +480,7 @@ async def test_a_request_of_another_decider_goes_on():
         assert idle(here)
 
 
-async def test_a_decider_is_asked_for_a_priced_path_by_post_alone():
+async def test_decider_is_asked_for_a_priced_path_by_post_alone():
     async with deciding() as here:
         for method in ("GET", "HEAD", "OPTIONS"):
             verdict = await here.decider.decide(Inquiry(method, CHAT, {}, b""))
@@ -503,7 +503,7 @@ def patient(**rule):
 
 
 @pytest.mark.parametrize("why", ["stalled", "silent"])
-async def test_what_is_late_goes_on_once_its_worker_is_lost(why):
+async def test_late_request_goes_on_once_its_worker_is_lost(why):
     async with patient() as here:
         asking = await late(here)
         waits = here.live.members.waits
@@ -513,11 +513,11 @@ async def test_what_is_late_goes_on_once_its_worker_is_lost(why):
         assert isinstance(await asking, Go)
         assert here.scene.ends == [("a", "timeout")]
         assert here.live.records["r"].decision.worker == "b"
-        # Nobody takes the worker for dead.
+        # The worker is not taken for dead.
         assert not here.live.suspects and not len(waits)
 
 
-async def test_what_is_late_and_fails_is_checked_as_ever():
+async def test_late_request_that_fails_is_checked_for_a_death():
     async with patient() as here:
         asking = await late(here)
         await until(lambda: here.live.members.waits.on("a"))
@@ -528,14 +528,14 @@ async def test_what_is_late_and_fails_is_checked_as_ever():
         assert json.loads(verdict.body)["error"]["code"] == "engine_died"
 
 
-async def test_what_is_late_waits_no_longer_than_its_client_wants():
+async def test_late_request_waits_no_longer_than_its_client_wants():
     async with patient() as here:
         here.scene.patience = 0.01
         assert isinstance(await (await late(here)), Go)
         assert here.scene.ends == [("a", "deadline")]
 
 
-async def test_nobody_asks_on_about_what_was_answered():
+async def test_wait_ends_when_a_late_request_was_answered():
     async with patient() as here:
         asking = await late(here)
         await until(lambda: here.live.members.waits.on("a"))
@@ -545,7 +545,7 @@ async def test_nobody_asks_on_about_what_was_answered():
         assert not len(here.live.members.waits) and not here.scene.ends
 
 
-async def test_a_request_ends_with_its_workers_report_and_soon_without_one(monkeypatch):
+async def test_request_ends_with_its_workers_report_or_soon_after(monkeypatch):
     monkeypatch.setattr("kappa_router.gateway.flights._REPORT_S", 0.05)
     async with patient() as here:
         for request_id in ("r", "s"):

@@ -1,7 +1,5 @@
 """The file of servers, and names that become addresses."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -19,7 +17,7 @@ def hosts(content):
     return group["lb_endpoints"]
 
 
-def test_a_server_is_rendered_with_what_it_alone_is_sent():
+def test_server_is_rendered_with_what_it_alone_is_sent():
     one = ServerEndpoint("w", "10.0.0.7", 8000, "gpu.example", tls=True, prefix="/p", key="k")
     (host,) = hosts(rendered([one]))
     assert host["endpoint"]["address"]["socket_address"] == {
@@ -31,11 +29,11 @@ def test_a_server_is_rendered_with_what_it_alone_is_sent():
     assert metadata["envoy.transport_socket_match"] == {"tls": True}
 
 
-def test_an_ipv6_address_stands_in_brackets_in_lists():
+def test_ipv6_address_stands_in_brackets_in_lists():
     assert ServerEndpoint("w", "2001:db8::7", 8000).address == "[2001:db8::7]:8000"
 
 
-def test_of_servers_with_one_address_the_first_is_reached():
+def test_first_of_servers_with_one_address_is_reached():
     servers = [ServerEndpoint("a", "10.0.0.7", 1, prefix="/a"), ServerEndpoint("b", "10.0.0.7", 1)]
     (host,) = hosts(rendered(servers))
     assert host["metadata"]["filter_metadata"]["kappa"] == {"prefix": "/a"}
@@ -43,7 +41,7 @@ def test_of_servers_with_one_address_the_first_is_reached():
     assert fault.startswith("b and a have the address 10.0.0.7:1: ")
 
 
-def test_the_file_is_private_and_always_whole(tmp_path):
+def test_file_is_private_and_always_whole(tmp_path):
     path = tmp_path / "endpoints" / "endpoints.json"
     file = EndpointsFile(path)
     assert hosts(json.loads(path.read_text())) == []
@@ -51,13 +49,13 @@ def test_the_file_is_private_and_always_whole(tmp_path):
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     before = path.stat().st_ino
     assert file.write([ServerEndpoint("a", "10.0.0.7", 1, key="secret")])
-    # Moved into place, so that whoever reads never finds half of it.
+    # Moved into place, so that a reader never finds half a file.
     assert path.stat().st_ino != before
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [one.name for one in path.parent.iterdir()] == [path.name]
 
 
-def test_the_file_is_written_only_if_it_changes(tmp_path):
+def test_file_is_written_only_if_it_changes(tmp_path):
     file = EndpointsFile(tmp_path / "endpoints.json")
     servers = [ServerEndpoint("b", "10.0.0.8", 1), ServerEndpoint("a", "10.0.0.7", 1)]
     assert file.write(servers)
@@ -73,7 +71,7 @@ def test_servers_from_before_stay_when_it_is_opened_again(tmp_path):
 
 
 class Names:
-    """A scripted answer to each question about names; raises what is an error."""
+    """A scripted answer to each question about names; an error is raised."""
 
     def __init__(self, monkeypatch, *answers):
         self.answers, self.asked = list(answers), 0
@@ -94,27 +92,27 @@ class Names:
     ("host", "address"),
     [("10.0.0.7", "10.0.0.7"), ("[2001:db8::7]", "2001:db8::7"), ("::1", "::1")],
 )
-async def test_an_address_is_its_own(monkeypatch, host, address):
+async def test_address_resolves_to_itself(monkeypatch, host, address):
     names = Names(monkeypatch)
     assert await Resolver().address(host, 80) == address
     assert names.asked == 0
 
 
-async def test_an_address_that_the_name_still_has_is_kept(monkeypatch):
+async def test_address_that_the_name_still_has_is_kept(monkeypatch):
     Names(monkeypatch, ["10.0.0.7", "10.0.0.8"], ["10.0.0.8", "10.0.0.7"], ["10.0.0.8"])
     resolver = Resolver(keep_s=0.0)
     found = [await resolver.address("gpu", 80) for _ in range(3)]
     assert found == ["10.0.0.7", "10.0.0.7", "10.0.0.8"]
 
 
-async def test_a_name_is_not_resolved_again_at_once(monkeypatch):
+async def test_name_is_not_resolved_again_at_once(monkeypatch):
     names = Names(monkeypatch, ["10.0.0.7"])
     resolver = Resolver()
     assert {await resolver.address("gpu", 80) for _ in range(3)} == {"10.0.0.7"}
     assert names.asked == 1
 
 
-async def test_the_last_address_serves_when_names_are_not_answered(monkeypatch):
+async def test_last_address_serves_when_names_are_not_answered(monkeypatch):
     gone = socket.gaierror("Temporary failure in name resolution")
     Names(monkeypatch, ["10.0.0.7"], gone, None)
     resolver = Resolver(timeout_s=0.05, keep_s=0.0)
@@ -124,7 +122,7 @@ async def test_the_last_address_serves_when_names_are_not_answered(monkeypatch):
 @pytest.mark.parametrize(
     ("answer", "why"), [(socket.gaierror("unknown"), "unknown"), (None, "no answer in time")]
 )
-async def test_a_name_without_address_is_named_with_the_reason(monkeypatch, answer, why):
+async def test_name_without_address_is_named_with_the_reason(monkeypatch, answer, why):
     Names(monkeypatch, answer)
     with pytest.raises(OSError, match=f"gpu.example has no address: .*{why}"):
         await Resolver(timeout_s=0.05).address("gpu.example", 80)

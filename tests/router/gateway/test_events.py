@@ -48,7 +48,7 @@ async def heard(connection, *parts):
         assert await reader.read() == b""
 
 
-def test_an_entry_has_the_fields_that_envoy_writes():
+def test_entry_has_the_fields_that_envoy_writes():
     assert set(FOREIGN_RECORD) == set(LogEntry.__struct_encode_fields__)
 
 
@@ -79,13 +79,13 @@ async def test_requests_that_go_on_are_no_ends(tmp_path):
         assert going == ["r"] and [one.request_id for one in ends] == ["s"]
 
 
-async def test_ends_of_what_nobody_decided_are_left_out(tmp_path):
+async def test_ends_of_undecided_requests_are_left_out(tmp_path):
     async with following(tmp_path) as (connection, found):
         await heard(connection, message(REQUESTS, entry(None)), message(REQUESTS, entry("")))
         assert found == ([], [], [])
 
 
-async def test_an_end_that_cannot_be_taken_costs_no_other(tmp_path):
+async def test_end_that_cannot_be_taken_costs_no_other(tmp_path):
     taken = []
 
     def ended(end):
@@ -114,7 +114,7 @@ async def test_messages_are_taken_however_they_are_cut(tmp_path, size):
     assert [end.request_id for end in ends] == ["r0", "s0", "r1", "s1", "r2", "s2"]
 
 
-async def test_a_message_that_is_none_costs_no_other(tmp_path):
+async def test_malformed_message_costs_no_other(tmp_path):
     broken = message(REQUESTS, entry("a"))[:-5]
     with capture_logs() as logs:
         async with following(tmp_path) as (connection, (ends, _, _)):
@@ -123,7 +123,7 @@ async def test_a_message_that_is_none_costs_no_other(tmp_path):
     assert [line["event"] for line in logs] == ["ends_malformed"]
 
 
-async def test_a_message_beyond_the_bound_ends_its_connection(tmp_path, monkeypatch):
+async def test_message_beyond_the_bound_ends_its_connection(tmp_path, monkeypatch):
     monkeypatch.setattr(events, "_MAX_MESSAGE_BYTES", 100)
     with capture_logs() as logs:
         async with following(tmp_path) as ((reader, writer), (ends, _, _)):
@@ -145,7 +145,7 @@ async def test_a_message_beyond_the_bound_ends_its_connection(tmp_path, monkeypa
         ("URX", None),
     ],
 )
-async def test_an_ends_flags_say_what_went_wrong(flag, what):
+async def test_ends_flags_say_what_went_wrong(flag, what):
     end = StreamEnd("r", 503, frozenset({flag}))
     kinds = ("unreached", "broken", "late", "client_gone")
     assert [kind for kind in kinds if getattr(end, kind)] == ([what] if what else [])

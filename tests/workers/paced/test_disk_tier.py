@@ -47,7 +47,7 @@ class Scene:
         self.reported = []
         self.manager = kind(
             **{"num_blocks": HOST, **rows}, cache_policy="lru",
-            enable_events=True, pace=LinkPace(), block_tokens=TOKENS, backlog_s=1e9,
+            enable_events=True, block_tokens=TOKENS, backlog_s=1e9,
             report=self.reported.append,
         )  # fmt: skip
 

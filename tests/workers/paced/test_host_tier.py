@@ -86,8 +86,7 @@ def test_a_transfer_is_reported_once_with_its_bytes_and_tokens(tier, stats):
     report, waited = sorted((stats[1](), stats[1]()), key=lambda message: message["kind"])
     assert (report["kind"], waited["kind"]) == ("store", "wait")
     assert (report["tokens"], report["bytes"]) == (3 * BLOCK_TOKENS, 3 * sum(WIDTHS))
-    assert report["took_s"] >= report["copy_s"] >= 0
-    assert report["pace_s"] == 0 and waited["took_s"] >= 0
+    assert report["took_s"] >= 0 and waited["took_s"] >= 0
 
 
 def test_loads_end_in_the_order_they_were_asked_for(tier):
@@ -118,12 +117,9 @@ def test_a_paced_load_lasts_at_least_its_pace(tier, stats):
     messages = [stats[1]() for _ in range(4)]
     loads = [m for m in messages if m["kind"] == "load"]
     (store,) = (m for m in messages if m["kind"] == "store")
-    assert [m["pace_s"] for m in loads] == pytest.approx([0.01 + 48e-3, 0.01 + 16e-3])
-    assert store["pace_s"] == pytest.approx(0.01 + 16 * 5e-4)
-    for message in (*loads, store):
-        assert message["took_s"] >= message["pace_s"] * (1 - 1e-9)
-    # The second load could start only when the first had ended.
-    assert loads[1]["queued_s"] <= loads[0]["took_s"]
+    paces_s = 0.01 + 48e-3, 0.01 + 16e-3, 0.01 + 16 * 5e-4
+    for message, pace_s in zip((*loads, store), paces_s, strict=True):
+        assert message["took_s"] >= pace_s * (1 - 1e-9)
 
 
 def test_wait_for_load_ends_with_the_load_or_at_once_without_one(tier):

@@ -13,8 +13,8 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
+from kappa_workers.paced.host_tier import PacedTierManager
 from kappa_workers.vllm.connector import HostTierConnector
-from kappa_workers.vllm.host_tier_manager import HostTierManager
 from kappa_workers.vllm.options import LinkPace
 
 pytestmark = pytest.mark.vllm
@@ -26,8 +26,8 @@ WHO = ReqContext(req_id="r")
 def manager(backlog_s=1.0, **pace):
     """A manager of eight blocks, and what it reports."""
     reports = []
-    made = HostTierManager(
-        num_blocks=8, enable_events=True, pace=LinkPace(**pace), block_tokens=BLOCK_TOKENS,
+    made = PacedTierManager(
+        LinkPace(**pace), num_blocks=8, enable_events=True, block_tokens=BLOCK_TOKENS,
         backlog_s=backlog_s, report=reports.append,
     )  # fmt: skip
     return made, reports

@@ -17,7 +17,7 @@ from kappa.host import free_port
 from kappa.protocol import PEER_PARAM
 from kappa_workers.vllm import peer_server
 from kappa_workers.vllm.host_tier_manager import HostTierManager
-from kappa_workers.vllm.options import LinkPace, PeerOptions
+from kappa_workers.vllm.options import PeerOptions
 from kappa_workers.vllm.peer_fetch import HostTierFetches
 from kappa_workers.vllm.peer_server import (
     LENGTH,
@@ -48,7 +48,7 @@ class Tier:
     def __init__(self, blocks=BLOCKS, widths=WIDTHS, **options):
         self.reported, self.recorded = [], []
         self.manager = HostTierManager(
-            num_blocks=blocks, cache_policy="lru", enable_events=True, pace=LinkPace(),
+            num_blocks=blocks, cache_policy="lru", enable_events=True,
             block_tokens=TOKENS, backlog_s=1e9, report=self.reported.append,
         )  # fmt: skip
         self.tensors = [np.zeros((blocks, width), dtype=np.uint8) for width in widths]

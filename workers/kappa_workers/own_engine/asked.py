@@ -1,5 +1,5 @@
-"""A request of vLLM's as one of an engine of ours. What our engines cannot do (log probabilities,
-penalties, grammars, …) is refused by name rather than ignored. Pure."""
+"""A request of vLLM's as one of an engine of ours. Fields that our engines cannot serve (log
+probabilities, penalties, grammars, …) are refused by name rather than ignored. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_TOKENS = 1 << 24
 
 
 def refuse_unknown(params: SamplingParams, called: str) -> None:
-    """Raise `VLLMValidationError` for what an engine of ours, `called` so, cannot do."""
+    """Raise `VLLMValidationError` for fields that the engine, named by `called`, cannot serve."""
     for name in params.__struct_fields__:
         if name in _KNOWN or name.startswith("_"):
             continue

@@ -1,5 +1,5 @@
-"""An engine of ours as the core of vLLM's front end: what vLLM would send to its engine's process
-goes to our engine's thread, and what that gives comes back in vLLM's shapes. Tokenizing, chat
+"""An engine of ours as the core of vLLM's front end: requests that vLLM would send to its engine's
+process go to our engine's thread, and outputs come back in vLLM's shapes. Tokenizing, chat
 templates, stop strings, streams and every API are vLLM's own. Private names of vLLM:
 tests/workers/test_contracts.py."""
 
@@ -55,7 +55,7 @@ class Built:
 
     engine: Engine
     reports: EngineReports
-    # Gives its memory back, when its thread has ended.
+    # Frees its memory, once its thread has ended.
     close: Callable[[], None]
 
 
@@ -135,7 +135,7 @@ class OwnCore(EngineCoreClient):
                 self.runner.withdraw(submitted)
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """What requests got since the last call, once there is something.
+        """The outputs since the last call, once there is one.
 
         Raises:
             EngineDeadError: the engine's thread has failed.
@@ -153,7 +153,7 @@ class OwnCore(EngineCoreClient):
         return EngineCoreOutputs(outputs=outputs)
 
     def _begun(self, answer: _Served, submitted: Future[int]) -> None:
-        """One that the engine refuses after all, or died before, ends as one that failed."""
+        """End a request as failed that the engine refuses after all, or did not live to take."""
         if submitted.exception() is not None:
             self._give(answer.output(Output(0, [], "error")))
 
@@ -187,8 +187,7 @@ class OwnCore(EngineCoreClient):
         return [await asyncio.to_thread(machine_peaks, *args)]
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End the engine's thread, then give its memory back: until its copies have ended, that is
-        in use."""
+        """End the engine's thread, then free its memory, which its copies use until then."""
         built, self._built = self._built, None
         if built is None:
             return

@@ -54,7 +54,7 @@ class KvPublisher:
 
 
 class EngineReports:
-    """Follows one engine (`engine.llm_engine.Observer`) and publishes its cache's changes.
+    """Follows one engine (`kappa_engine.llm_engine.Observer`) and publishes its cache's changes.
 
     log: file for JSON lines. blocks: that device and host hold: no more salts can matter at a time.
     paced: there is no link, so loads are known by their tokens alone, and stores take no time."""
@@ -164,7 +164,7 @@ class EngineReports:
         )
 
     def _transfers(self, engine: Engine) -> None:
-        """What crossed the link since the last iteration."""
+        """Report the tokens that crossed the link since the last iteration."""
         token_bytes = engine.arena.block_bytes("kv") / engine.arena.block_tokens
         engine.mover.settle()
         for kind, direction in (("load", "h2d"), ("store", "d2h")):

@@ -41,7 +41,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OwnPlan:
-    """What an engine of ours must know: its worker's plan, name and rank, and where it reports."""
+    """The worker's plan, name and rank, and where the engine reports."""
 
     plan: WorkerPlan
     worker: str
@@ -50,8 +50,8 @@ class OwnPlan:
 
 
 class OwnEngine(VLLMEngine):
-    """What `LLMServer` drives. A subclass builds the engine, and says what it is called in a
-    sentence, and what answers have as their `system_fingerprint`."""
+    """The engine that `LLMServer` drives. A subclass builds it, and gives its name in sentences and
+    the `system_fingerprint` of its answers."""
 
     CALLED: ClassVar[str]
     FINGERPRINT: ClassVar[str | None] = None

@@ -109,7 +109,8 @@ class TorchEngine(OwnEngine):
         return Forward(weights, arena, mover_for(device), cpu_threads=plan.cpu_threads)
 
     def _measured(self, forward: Forward) -> PlanRates:
-        """Rates of this machine, as measured; on one too busy for that, by law from its peaks."""
+        """Measured rates of this machine; on one too busy to be measured, rates by law from its
+        peaks."""
         try:
             self.rates = cached_profile(forward, str(Path(self.plan.cache_dir) / "profiles"))
             return rates_from_measured(self.rates)
@@ -154,7 +155,7 @@ def host_blocks(
     shape: ModelShape, blocks: int, act_share: float, *, keep_kv: bool = True
 ) -> tuple[int, int]:
     """Blocks of KV and of activations in the room of `blocks` blocks of KV: `act_share` of the
-    stored blocks have activations, besides their KV or instead of it."""
+    stored blocks have activations, beside their KV (`keep_kv`) or in its place."""
     ratio = shape.hidden / (2 * shape.kv_heads * shape.head_dim)
     kv_share = 1.0 if keep_kv else 1.0 - act_share
     stored = blocks / (kv_share + act_share * ratio)

@@ -1,7 +1,7 @@
 """The connector of machines without a GPU: `kappa_workers.vllm.connector`, and loads by layers.
 With `engine.load: layers` a request that has its engine to itself loads in its prompt's own step,
-each layer while the one before is computed (paper 001, Eq. 4; docs/host-tiers.md). What does not
-come vLLM computes."""
+each layer while the one before is computed (paper 001, Eq. 4; docs/host-tiers.md). vLLM computes
+the blocks that do not come."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class CpuHostTierMetadata(HostTierMetadata):
 class CpuHostTierConnector(HostTierConnector):
     """Named in the engine's `kv_transfer_config` (`kappa_workers.vllm.arguments`)."""
 
+    # The request that was last looked up, if it loads in its prompt's own step.
     _kappa_in_step = ""
-    """The request that was last looked up, if it loads in its prompt's own step."""
+    # Requests with loads that the step under way waits for, by job.
     _kappa_waiting: Mapping[int, str] = MappingProxyType({})
-    """Requests whose loads the step under way waits for, by job."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        # Of several groups of layers vLLM cannot compute anew what did not come.
+        # With several groups of layers vLLM cannot compute the blocks that did not come.
         one_group = self._kappa_may_shorten and len(kv_cache_config.kv_cache_groups) == 1
         self._kappa_by_layer = one_group and read_options(extra, LINK_KEY, LinkRules).by_layer
 
@@ -94,7 +94,7 @@ class CpuHostTierConnector(HostTierConnector):
         statuses = [self.connector_scheduler._req_status[name] for name in by_layer.values()]
         limits = [status.max_offload_tokens for status in statuses]
         for status in statuses:
-            # vLLM wants one load of a request or its stores; what is computed may yet be wrong.
+            # vLLM takes a request's load or its stores, not both; its blocks may yet be wrong.
             status.max_offload_tokens = 0
         meta = super().build_connector_meta(scheduler_output)
         for status, limit in zip(statuses, limits, strict=True):
@@ -124,12 +124,12 @@ class CpuHostTierConnector(HostTierConnector):
         super().bind_connector_metadata(connector_metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """vLLM is about to attend to a layer."""
+        """Wait for a layer that vLLM is about to attend to."""
         if self._kappa_waiting and (tier := self._kappa_tier()) is not None:
             tier.wait_for_layer(self._kappa_layers[layer_name])
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """As vLLM's; who loaded in this step waits for nothing."""
+        """As vLLM's; requests that loaded in this step wait no longer."""
         tier, waiting = self._kappa_tier(), self._kappa_waiting
         if waiting and tier is not None:
             tier.wait_for_layer(len(tier.device))  # none may go on behind the step

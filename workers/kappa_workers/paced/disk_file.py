@@ -41,7 +41,7 @@ class DiskError(RuntimeError):
 
 
 def row_bytes(width: int) -> int:
-    """What a row of so many bytes takes in the file."""
+    """Bytes in the file of a row that is `width` bytes wide."""
     return -(-width // ALIGN) * ALIGN
 
 
@@ -56,7 +56,7 @@ class Stage:
         self.columns = [whole[:, a:b] for a, b in pairwise(accumulate(widths, initial=0))]
 
     def parts(self, count: int) -> list[slice]:
-        """Of so many rows, those that pass at a time."""
+        """`count` rows, cut into lots that fit the memory."""
         return [slice(at, min(at + self.rows, count)) for at in range(0, count, self.rows)]
 
 
@@ -71,12 +71,13 @@ class DiskFile:
     def __init__(self, folder: Path, rows: int, widths: Sequence[int]) -> None:
         self._width = sum(widths)
         self.row_bytes, self._fd = row_bytes(self._width), -1
+        self._calls = ThreadPoolExecutor(_CALLS, "kappa-disk")
         try:
             self._fd, name = tempfile.mkstemp(prefix="kappa-kv-", dir=folder)
             os.unlink(name)
             os.posix_fallocate(self._fd, 0, rows * self.row_bytes)
         except OSError as error:
-            self._close()
+            self.close()
             raise DiskError(
                 f"engine.disk_dir {folder}: {error.strerror} for {rows * self.row_bytes:,} bytes: "
                 "name a folder that this user may write, with that much room, or lower "
@@ -91,7 +92,6 @@ class DiskFile:
             log.warning("disk_through_page_cache", folder=str(folder))
         self._sums = np.full(rows, _NO_SUM, dtype=np.int64)
         self._reading, self._writing = (Stage(self.row_bytes, widths) for _ in range(2))
-        self._calls = ThreadPoolExecutor(_CALLS, "kappa-disk")
 
     def read(self, rows: Ids, dst: Sequence[Table], dst_ids: Ids) -> NDArray[np.bool_]:
         """Copy `rows` to blocks `dst_ids` of tables (none: only read); which came whole."""
@@ -118,9 +118,6 @@ class DiskFile:
     def close(self) -> None:
         """Free the file; safe to call twice."""
         self._calls.shutdown()
-        self._close()
-
-    def _close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -1,9 +1,9 @@
-"""A disk behind host memory: which blocks are there, what is written, and loads from both.
+"""A disk behind host memory: the blocks on it, writes to it, and loads from both.
 
 Once half of host memory is in use its blocks are written, the least recently used first, one lot at
-a time, so that eviction finds them written; what is evicted before its turn is lost, and counted.
-Loads go from disk straight to the device, and are then stored in host memory like what was
-computed. A row that cannot be read is computed anew, and forgotten."""
+a time, so that eviction finds them written; a block that is evicted before its turn is lost, and
+counted. Loads go from disk straight to the device, and are then stored in host memory like computed
+blocks. A row that cannot be read is forgotten, and its block computed."""
 
 from __future__ import annotations
 
@@ -52,10 +52,11 @@ class DiskWrite(NamedTuple):
 
 @dataclass(slots=True)
 class DiskNews:
-    """What a worker did since its last: writes by number, and whether all of it is there; rows that
-    could not be read."""
+    """What a worker's disk did since the last news."""
 
+    # Writes by number, and whether all their rows are there.
     written: dict[int, bool] = field(default_factory=dict)
+    # Rows that could not be read.
     lost: set[int] = field(default_factory=set)
 
 
@@ -114,7 +115,7 @@ class DiskTierManager(HostTierManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        """As `HostTierManager`'s; what is on disk only if it was loaded from there."""
+        """As `HostTierManager`'s; blocks on disk are stored only once they were loaded."""
         keys = [key for key in keys if key not in self._rows or key in self._wanted]
         self._wanted.difference_update(keys)
         output = super().prepare_store(keys, req_context)
@@ -192,14 +193,14 @@ class DiskTierManager(HostTierManager):
 
     def _announce(self, keys: list[OffloadKey], *, removed: bool) -> None:
         if keys and self.events is not None:
-            # What is known of a block is kept until its removal, which is to be expected.
+            # vLLM keeps what it knows of a block until the removal that is said to be expected.
             event = OffloadingEvent(keys, Medium.STORAGE, removed, removal_expected=not removed)
             self.events.append(event)
 
 
 class DiskRoute(Route):
-    """Loads of a worker from host memory and from its disk, whose rows are the ids after those of
-    host memory; writes lots behind, in a thread of its own, giving way while `loading` says so."""
+    """Loads of a worker from host memory and from its disk; ids after those of host memory are rows
+    of the disk. A thread of its own writes lots behind, and gives way while `loading` says so."""
 
     def __init__(
         self, host: Sequence[torch.Tensor], device: Sequence[torch.Tensor], file: DiskFile,
@@ -234,13 +235,13 @@ class DiskRoute(Route):
         self._thread.submit(self._write, write)
 
     def take_news(self) -> DiskNews:
-        """For the manager; starts anew."""
+        """Return and forget the news for the manager."""
         with self._lock:
             news, self._news = self._news, DiskNews()
         return news
 
     def take_lost(self) -> set[int]:
-        """Blocks of the device whose load failed; forgets them."""
+        """Return and forget the device's blocks that failed to load."""
         with self._lock:
             lost, self._lost = self._lost, set()
         return lost

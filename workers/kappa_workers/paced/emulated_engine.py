@@ -66,11 +66,6 @@ class FaultsFile:
         self._faults = EngineFaults()
         self._looked_s, self._seen = float("-inf"), 0
 
-    @classmethod
-    def of_environment(cls, worker: str) -> FaultsFile:
-        """The file that the environment names, if any."""
-        return cls(os.environ.get(ENV, ""), worker)
-
     def now(self) -> EngineFaults:
         """The faults at this moment."""
         now_s, path = self._clock(), Path(self._path)
@@ -126,7 +121,8 @@ class EmulatedEngine(OwnEngine):
             raise ValueError(
                 f"node {node.name} is not paced: an emulated engine has no other speed"
             )
-        pace, faults = Pace(plan.emulated, node), FaultsFile.of_environment(self.own.worker)
+        pace = Pace(plan.emulated, node)
+        faults = FaultsFile(os.environ.get(ENV, ""), self.own.worker)
         device_blocks = limits.device_blocks - 1  # vLLM keeps one block to itself.
         size = ArenaSize(device_blocks, plan.host_blocks, block_tokens=limits.block_tokens)
         arena = Arena(_SHAPE, size, dtype=_DTYPE)
@@ -165,7 +161,8 @@ class PacedLink(CpuMover):
 
 
 class PacedModel:
-    """An `engine.forward.ServedModel` with steps that last as long as on the emulated node."""
+    """A `kappa_engine.forward.ServedModel` with steps that last as long as on the emulated
+    node."""
 
     vocab = 1 << 62
 

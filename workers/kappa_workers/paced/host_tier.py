@@ -28,7 +28,7 @@ from kappa_workers.stats_channel import StatsSender
 from kappa_workers.vllm.host_tier import ManagedTierSpec, TierWorker
 from kappa_workers.vllm.host_tier_manager import HostTierManager
 from kappa_workers.vllm.load_sources import LOAD, STORE
-from kappa_workers.vllm.options import DISK_KEY, LinkPace, LinkRules
+from kappa_workers.vllm.options import DISK_KEY, PACE_KEY, LinkPace, LinkRules, read_options
 from kappa_workers.vllm.peer_server import share_layout, shared_tensor
 
 # An engine with nothing to do but stores under way must not poll as fast as it can, nor be late.
@@ -37,14 +37,18 @@ _STORE_POLL_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """blocks: in host memory; block_tokens: of each; disk_folder, disk_blocks: of the disk tier, if
-    there is one; layout: the file by which an engine's other process finds the rows that peers read
-    and fill, if they do."""
+    """The size of a host tier, and of the disk behind it."""
 
+    # Blocks in host memory.
     blocks: int
+    # Tokens of a block.
     block_tokens: int
+    # The folder of the disk tier's file.
     disk_folder: str = ""
+    # Blocks on disk; 0: there is no disk tier.
     disk_blocks: int = 0
+    # The file by which the engine's other process finds the rows that peers read and fill; None:
+    # there are no peers.
     layout: Path | None = None
 
 
@@ -110,15 +114,11 @@ class HostTierWorker(TierWorker):
         return [result for link in self.links for result in link.take_finished()]
 
     def take_lost(self) -> set[int]:
-        """The device's blocks whose load failed since the last call: vLLM computes them."""
+        """Blocks of the device that failed to load since the last call: vLLM computes them."""
         return self._loads.take_lost() | (set() if self.disk is None else self.disk.take_lost())
 
     def take_dropped(self) -> set[int]:
         return set().union(*(link.take_dropped() for link in self.links))
-
-    @property
-    def store_block_s(self) -> float:
-        return self._stores.block_s[STORE]
 
     def begin_work(self, work: DiskWrite) -> None:
         if self.disk is not None:
@@ -155,6 +155,7 @@ class HostTierWorker(TierWorker):
         return self.pace.load_s(tokens) if direction == LOAD else self.pace.store_s(tokens)
 
     def _ended(self, message: dict[str, Any]) -> None:
+        self.store_block_s = self._stores.block_s[STORE]
         disk = message.pop("disk_blocks", 0) * self._block_tokens
         counts = {"disk_tokens": disk} if disk else {}
         self._report({**message, "tokens": message["blocks"] * self._block_tokens, **counts})
@@ -162,8 +163,8 @@ class HostTierWorker(TierWorker):
     # -- loads by layers ----------------------------------------------------------------------
 
     def begin_step(self, by_layer: Mapping[int, str]) -> None:
-        """Of the loads submitted from now on, these of requests are brought layer by layer."""
-        self._loads.take_layered()  # those of a step that nobody measured
+        """A step begins; its loads of these jobs, with their requests, come layer by layer."""
+        self._loads.take_layered()  # those of a step that was not measured
         self._by_layer = by_layer
 
     def loading(self, job_id: int, request: str) -> None:
@@ -177,7 +178,7 @@ class HostTierWorker(TierWorker):
         self._held_s += time.monotonic() - start_s
 
     def take_waits(self, start_s: float, compute_s: float) -> tuple[float, float]:
-        """As `LoadSource`'s; what a load adds to its step is what its request waited for it."""
+        """As `LoadSource`'s; a request waited for its load as long as that prolongs the step."""
         held_s, self._held_s = self._held_s, 0.0
         landed_s = [max(layer) for layer in zip(*self._loads.take_layered(), strict=False)]
         beyond_s = exposed_s(landed_s, start_s, compute_s) if compute_s else held_s
@@ -187,12 +188,25 @@ class HostTierWorker(TierWorker):
         return held_s, beyond_s
 
 
+class PacedTierManager(HostTierManager):
+    """Bounds the stores by the pace of the link, on a paced node."""
+
+    def __init__(self, pace: LinkPace, **options: Any) -> None:
+        super().__init__(**options)
+        self._pace = pace
+
+    def _store_s(self, blocks: int) -> float:
+        return self._pace.store_s(blocks * self._block_tokens) or super()._store_s(blocks)
+
+
 class HostTierSpec(ManagedTierSpec):
     """Copied by us (`own`)."""
 
     def __init__(self, config: Any) -> None:
         """ValueError: a wrong option."""
         super().__init__(config)
+        self._pace = read_options(self.extra_config, PACE_KEY, LinkPace)
+        self._rules = self._rules.dilated(self._pace.dilation)
         folder, size_bytes = self.extra_config.get(DISK_KEY, ("", 0))
         rows = size_bytes // row_bytes(self.config.worker_kv_bytes_per_block)
         if size_bytes and not rows:
@@ -204,7 +218,7 @@ class HostTierSpec(ManagedTierSpec):
         disk_blocks = self._size.disk_blocks
         if disk_blocks:
             return DiskTierManager(disk_blocks, **options)
-        return super()._make_manager(**options)
+        return PacedTierManager(self._pace, **options)
 
     def _make_worker(self, kv_caches: CanonicalKVCaches, stats: StatsSender) -> TierWorker:
         return HostTierWorker(kv_caches, self._size, self._pace, stats, self._rules)

@@ -1,6 +1,7 @@
 """The path between host memory and device: a queue of transfers, and the thread that serves it. A
-full-duplex link is two of them; a half-duplex one serves loads and stores alike. The order is
-`scheduler.link_order`'s, in pieces, so that what is urgent waits for one at most."""
+full-duplex link is two of them; a half-duplex link serves loads and stores alike. Transfers are
+copied in pieces, in the order of `kappa_scheduler.link_order`: an urgent transfer waits for one
+piece at most."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from kappa_workers.vllm.options import LinkRules
 
 log = structlog.get_logger(__name__)
 
-# A transfer gives way only between pieces of about so many seconds (of one block at least).
+# A transfer gives way only between pieces; seconds of one, which is at least a block.
 PIECE_S = 0.02
 _POLL_S = 0.2
 # A layer that is waited for longer never comes; less than vLLM waits for a step.
@@ -40,21 +41,22 @@ def exposed_s(landed_s: Sequence[float], start_s: float, compute_s: float) -> fl
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One job: blocks `src_ids` to `dst_ids`, some of them at a time, or `layers` one by one. done:
-    blocks (or layers) handed out so far; took_s: its share of the link's time so far. landed_s:
-    when each layer was there. dropped: give it up after the piece under way."""
+    """One job: blocks `src_ids` to `dst_ids`, in pieces of blocks, or layer by layer."""
 
     job_id: int
     direction: str
     src_ids: np.ndarray
     dst_ids: np.ndarray
     submitted_s: float
+    # Blocks (or layers) handed out so far.
     done: int = 0
+    # Its share of the link's time so far.
     took_s: float = 0.0
-    copy_s: float = 0.0
-    queued_s: float = 0.0
+    # Whether it is given up after the piece under way.
     dropped: bool = False
+    # Layers that it is copied by, one by one; 0: by blocks.
     layers: int = 0
+    # When each layer was there (monotonic).
     landed_s: list[float] = field(default_factory=list)
 
     @property
@@ -63,7 +65,7 @@ class Transfer:
 
     @property
     def units(self) -> int:
-        """What it is made of: layers, or blocks."""
+        """How many layers, or else blocks, it has."""
         return self.layers or self.blocks
 
 
@@ -81,9 +83,9 @@ class Piece(NamedTuple):
 
 
 class LinkQueue:
-    """Transfers that wait for one link, and which piece of which goes next, by `order`
-    "loads_first" or "fifo" (whole transfers). seconds: what so many blocks take, by direction, from
-    a transfer's start. Pure."""
+    """Transfers that wait for one link. It picks the next piece by `order`: "loads_first", or
+    "fifo" for whole transfers. seconds: of a number of blocks, by direction, from a transfer's
+    start. Pure."""
 
     def __init__(self, order: str, seconds: Callable[[str, int], float]) -> None:
         self._in_pieces, self._seconds = order == LOADS_FIRST, seconds
@@ -178,8 +180,8 @@ class Route:
 class Link:
     """A serial server in a thread: the whole of a half-duplex link, or one direction of a full one.
 
-    routes: by direction, those that it serves. pace_s: the least seconds that so many blocks last,
-    by direction; 0 on an unpaced link. report: gets a message for every transfer that ended or was
+    routes: by direction, those that it serves. pace_s: the least seconds of a number of blocks, by
+    direction; 0 on an unpaced link. report: gets a message for every transfer that ended or was
     dropped. sleep: waits for a paced piece to end."""
 
     def __init__(
@@ -246,7 +248,7 @@ class Link:
         return dropped
 
     def take_lost(self) -> set[int]:
-        """Return and forget the device's blocks whose load failed: they hold nothing."""
+        """Return and forget the device's blocks that failed to load: they hold nothing."""
         with self._changed:
             lost, self._lost = self._lost, set()
         return lost
@@ -322,8 +324,6 @@ class Link:
         # A paced link is busy from the moment the job could start, not from when this thread
         # woke up, so that scheduling noise does not add up over a queue of jobs.
         start_s = max(transfer.submitted_s, self._free_at_s)
-        if piece.start == 0:
-            transfer.queued_s = start_s - transfer.submitted_s
         copied = self._copy(piece)
         pace_s = piece.seconds if self._pace_s(transfer.direction, piece.stop) else 0.0
         remaining_s = start_s + pace_s - time.monotonic()
@@ -361,7 +361,6 @@ class Link:
             log.exception("transfer_failed", direction=transfer.direction, job_id=transfer.job_id)
             return False
         seconds = time.monotonic() - start_s
-        transfer.copy_s += seconds
         blocks = transfer.blocks * (piece.stop - piece.start) / max(transfer.units, 1)
         known_s, latest_s = self.block_s[transfer.direction], seconds / max(blocks, 1e-9)
         self.block_s[transfer.direction] = averaged_s(known_s, latest_s)
@@ -377,7 +376,7 @@ class Link:
         elif self._loads_first:
             self._drop(transfer, "failed")
         else:
-            # With its own order nothing may be dropped, since nobody listens: vLLM fails loudly.
+            # In vLLM's own order its manager learns of no dropped store: vLLM fails loudly.
             self._end(TransferResult(transfer.job_id, False))
 
     def _drop(self, transfer: Transfer, why: str) -> None:
@@ -393,8 +392,7 @@ class Link:
         self._report({
             "kind": direction, "job": transfer.job_id, "blocks": blocks, "bytes": moved_bytes,
             "disk_blocks": self._routes[direction].disk_blocks(transfer.src_ids),
-            "queued_s": transfer.queued_s, "took_s": transfer.took_s, "copy_s": transfer.copy_s,
-            "pace_s": self._pace_s(direction, blocks),
+            "took_s": transfer.took_s,
         })  # fmt: skip
 
     def _end(self, result: TransferResult) -> None:

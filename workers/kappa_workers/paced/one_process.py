@@ -1,10 +1,10 @@
-"""vLLM's engine on a CPU: one process beside its replica instead of two, and a fork of it.
+"""vLLM's engine on a CPU: one process beside its replica instead of two, forked from the replica.
 
-The second process is there because OpenMP's threads are bound before it starts; ours are not
-(`kappa_workers.vllm.arguments.CPU_ENV`), so the only rank runs where it is scheduled. A fork has
-imported vLLM already, eight seconds of a core, and shares those pages. vLLM itself forks, but not
-from an actor of Ray's, whose connections and threads a child must leave alone: ours closes the
-connections and never calls Ray.
+vLLM has a second process because OpenMP's threads are bound before it starts; ours are not bound
+(`kappa_workers.vllm.arguments.CPU_ENV`), so the only rank runs in the engine's process. A fork has
+imported vLLM already, which takes eight seconds of a core, and shares those pages. vLLM itself
+forks, but not from an actor of Ray's, since a child must leave the actor's connections and threads
+alone: ours closes the connections and never calls Ray.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from ray._raylet import setproctitle  # type: ignore[attr-defined]
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 from vllm.v1.engine import utils
 
-from kappa.host import die_with_parent
-from kappa_workers.reaper import follow_owner
-from kappa_workers.vllm_plugin import REAP_ENV
+from kappa_workers.vllm_plugin import end_with_owner
 
 # A lock that a thread of the replica held while it forked is never released in the child: one that
 # has not loaded its model by then ends, and the replica, and Ray starts both again.
@@ -49,9 +47,7 @@ class EngineProcess(ForkProcess):
         close_connections()
         # Ray has moved the words that vLLM's own way of naming a process looks for.
         setproctitle(f"VLLM::{self.name}")
-        if os.environ.get(REAP_ENV):
-            die_with_parent()
-            follow_owner()
+        end_with_owner()
         serve = EngineCoreProc.run_busy_loop
 
         def loaded(core: Any) -> Any:
@@ -69,7 +65,7 @@ class _Forking(ForkContext):
 
 
 class OneProcessEngine(VLLMEngine):
-    """Ray's vLLM engine, whose only rank runs in the engine's own process."""
+    """Ray's vLLM engine with its only rank in the engine's own process."""
 
     def _start_async_llm_engine(self, args: Any, config: Any, placement_group: Any) -> Any:
         if config.parallel_config.world_size == 1:
@@ -80,8 +76,8 @@ class OneProcessEngine(VLLMEngine):
 
 
 def close_connections() -> None:
-    """Close every socket of this process: of a fork, those of the process that it was forked from,
-    whose peers would take it for alive as long as the fork is."""
+    """Close every socket of this process. In a fork these are its parent's: the peers would take
+    the parent for alive as long as the fork lives."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):

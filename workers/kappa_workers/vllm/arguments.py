@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -34,9 +34,9 @@ from kappa_workers.vllm.options import (
 from kappa_workers.vllm.tail_recompute import LOAD_ALL
 
 # vLLM on a CPU: no thread binding and one thread per engine, so that engines share the cores;
-# short queue spins (workers.vllm_plugin); float32, since bf16 fails on short prompts there. Nothing
-# is compiled: the model runs as it is written, and vLLM's sampler alone would have inductor build a
-# kernel of C++ inside the first request that draws its tokens, for 23 s.
+# short queue spins (kappa_workers.vllm_plugin); float32, since bf16 fails on short prompts there.
+# Nothing is compiled: the model runs as it is written, and vLLM's sampler alone would have inductor
+# build a kernel of C++ inside the first request that draws its tokens, for 23 s.
 CPU_ENV = {
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -61,7 +61,7 @@ _SPECS = {
     OWN: ("HostTierSpec", "kappa_workers.paced.host_tier"),
     NATIVE: ("NativeTierSpec", "kappa_workers.vllm.native_tier"),
 }
-# What is announced of a server is bounded by what it can hold, or, of a shared one, by this.
+# The blocks announced of a server are bounded by its size, or, of a shared one, by this.
 _SHARED_BLOCKS = 1 << 20
 
 
@@ -70,19 +70,18 @@ BY_SHARE = -1
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Sizes of one engine: tokens per block, KV blocks on the device, bytes in the host tier.
-
-    Zero, or an empty dtype: the engine's own choice, read back later
-    (`kappa_workers.vllm.read_back`). host_bytes: zero for none; `BY_SHARE` until the machine is
-    known. kv_dtype: empty where it is the model's."""
+    """Sizes of one engine. Zero, or an empty dtype: the engine's own choice, read back later
+    (`kappa_workers.vllm.read_back`)."""
 
     max_context_tokens: int
     block_tokens: int
     device_blocks: int
+    # Bytes of the host tier; 0: there is none; `BY_SHARE` until the machine is known.
     host_bytes: int
     max_batch_tokens: int
     max_sequences: int
     dtype: str
+    # Empty: the model's dtype.
     kv_dtype: str = ""
 
     @classmethod
@@ -102,27 +101,23 @@ class EngineLimits:
 
     @property
     def missing(self) -> list[str]:
-        chosen = [each.name for each in fields(self) if not getattr(self, each.name)]
-        return [name for name in chosen if name not in ("host_bytes", "kv_dtype")]
+        """Limits that the engine chooses."""
+        return [name for name in VLLM_LIMITS if not getattr(self, name)]
 
     def arguments(self) -> dict[str, Any]:
-        given = {
-            "dtype": self.dtype,
-            "max_model_len": self.max_context_tokens,
-            "block_size": self.block_tokens,
-            "num_gpu_blocks_override": self.device_blocks,
-            "max_num_batched_tokens": self.max_batch_tokens,
-            "max_num_seqs": self.max_sequences,
-        }
+        """The limits that are given, by vLLM's names."""
+        given = {vllm: getattr(self, ours) for ours, (vllm, _) in VLLM_LIMITS.items()}
         return {name: value for name, value in given.items() if value}
 
 
 class Endpoints(NamedTuple):
-    """Where the engine's processes report to, the stats channel and vLLM's event publisher; and
-    where its host tier is served, if it is."""
+    """Where the engine's processes report to, and where its host tier is served."""
 
+    # The stats channel; empty: nothing is sent.
     stats: str
+    # vLLM's event publisher.
     kv_events: str
+    # None: the host tier is not served.
     peers: PeerOptions | None = None
 
 
@@ -151,13 +146,15 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class TierChoice:
-    """What the settings say of the host tier. kind: copied by us, by vLLM (on a GPU), an LMCache
-    server, or vLLM's connector in an engine without anything of ours. planner: "tail" or "kv"."""
+    """What the settings say of the host tier."""
 
+    # Copied by us, by vLLM (on a GPU), an LMCache server, or vLLM's connector in a stock engine.
     kind: str = OWN
+    # "tail" computes the end of a hit where that is faster, "kv" loads all.
     planner: str = LOAD_ALL
     lmcache: LmcacheSettings = field(default_factory=LmcacheSettings)
     disk_dir: str = ""
+    # 0: there is no disk behind it.
     disk_bytes: int = 0
 
     @property
@@ -168,14 +165,15 @@ class TierChoice:
 
 @dataclass(frozen=True, slots=True)
 class EngineTier:
-    """An engine's host tier: which one; the rates that its loads are planned by (none: load all);
-    the server that its worker started for it; how many blocks it holds; how loads and stores share
-    its link."""
+    """An engine's host tier."""
 
     choice: TierChoice = field(default_factory=TierChoice)
+    # The rates that its loads are planned by; None: it loads all.
     rates: Mapping[str, Any] | None = None
+    # The LMCache server that its worker started for it; empty: none.
     server: str = ""
     host_blocks: int = 0
+    # How loads and stores share its link.
     link: LinkRules = field(default_factory=LinkRules)
 
 
@@ -204,7 +202,9 @@ def engine_kwargs(
     }
     if tier.choice.kind == STOCK_TIER:
         if limits.host_bytes:
-            arguments["kv_transfer_config"] = _stock_transfer(limits.host_bytes)
+            # By what its documentation names alone.
+            extra = {"cpu_bytes_to_use": limits.host_bytes}
+            arguments["kv_transfer_config"] = _transfer("OffloadingConnector", extra)
         return arguments
     additional: dict[str, Any] = {STATS_KEY: endpoints.stats}
     if pace is not None:
@@ -221,27 +221,27 @@ def engine_kwargs(
         additional[SCHEDULER_KEY] = msgspec.to_builtins(options)
     if limits.host_bytes:
         config = transfer_config(tier, limits.host_bytes, endpoints.stats)
-        extra = config["kv_connector_extra_config"]
         if tier.choice.kind != NATIVE and pace is not None:
-            extra[PACE_KEY] = msgspec.to_builtins(pace.link)
+            config["kv_connector_extra_config"][PACE_KEY] = msgspec.to_builtins(pace.link)
         arguments["kv_transfer_config"] = config
     return arguments
 
 
-def _stock_transfer(host_bytes: int) -> dict[str, Any]:
-    """vLLM's own connector, by what its documentation names alone."""
+def _transfer(connector: str, extra: dict[str, Any], **place: str) -> dict[str, Any]:
+    """A `kv_transfer_config` by which the tokens of a load that fails are computed: vLLM's default
+    would fail the request. place: the connector's module, where it is not vLLM's."""
     return {
-        "kv_connector": "OffloadingConnector",
+        "kv_connector": connector,
+        **place,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes},
+        "kv_connector_extra_config": extra,
     }
 
 
 def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> dict[str, Any]:
     """The `kv_transfer_config` of an engine with this host tier: a connector of ours, so that
-    admissions are reported and a tail may be computed. A load that fails is computed anew: vLLM's
-    default would fail the request.
+    admissions are reported and a tail may be computed.
 
     Raises:
         ValueError: no LMCache server to name.
@@ -279,13 +279,7 @@ def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> d
         extra[LINK_KEY] = msgspec.to_builtins(tier.link)
         if choice.disk_bytes:
             extra[DISK_KEY] = (choice.disk_dir, choice.disk_bytes)
-    return {
-        "kv_connector": connector,
-        "kv_connector_module_path": module,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
+    return _transfer(connector, extra, kv_connector_module_path=module)
 
 
 def add_nixl(arguments: dict[str, Any]) -> None:
@@ -300,12 +294,8 @@ def add_nixl(arguments: dict[str, Any]) -> None:
         raise ValueError("a worker that hands KV over needs a host tier: give engine.host_bytes")
     # The first that holds something loads, and both store.
     nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-    arguments["kv_transfer_config"] = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [nixl, config]},
-    }
+    extra = {"connectors": [nixl, config]}
+    arguments["kv_transfer_config"] = _transfer("MultiConnector", extra)
 
 
 def meet_peers(

@@ -1,9 +1,9 @@
-"""Has vLLM's engine hash only the blocks that are new of a prompt.
+"""Lets vLLM's engine hash only the new blocks of a prompt.
 
 It names each block of a prompt by a hash of its tokens and of the block before: 4 us a block, on
-the GIL that its steps need too, and a follow-up turn has thousands that it named before. What is
-remembered is found by all that a hash is made of (the block before, the salt and the adapter that
-the first ones hold, the tokens), so a prompt profits only of those with the same salt.
+the GIL that its steps need too, and a follow-up turn has thousands that it named before. Remembered
+hashes are found by all that a hash is made of (the block before, the salt and the adapter that the
+first ones hold, the tokens), so a prompt profits only from prompts with the same salt.
 Private names of vLLM: tests/workers/test_contracts.py.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from vllm.v1.engine import core
 
 CACHE_BYTES = 64 << 20
-"""Bound of what is remembered: 7 million tokens in blocks of 32."""
+"""Bound of the memory: 7 million tokens in blocks of 32."""
 
 _RUN_TOKENS = 1024
 # What a hash takes with its object and its place in a list, and a run besides.

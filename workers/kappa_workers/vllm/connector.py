@@ -33,11 +33,7 @@ from kappa_workers.vllm.host_tier_manager import HostTierManager
 from kappa_workers.vllm.options import PEERS_KEY, STATS_KEY, PeerOptions, read_options
 from kappa_workers.vllm.peer_fetch import HostTierFetches, PeerParams
 from kappa_workers.vllm.peer_server import HostRows, PeerServer, mapped_rows
-from kappa_workers.vllm.tail_recompute import (
-    AdmissionReports,
-    TailRecompute,
-    ignore_malformed_params,
-)
+from kappa_workers.vllm.tail_recompute import AdmissionReports, ignore_malformed_params
 from kappa_workers.vllm.versions.installed import note_use
 
 if TYPE_CHECKING:
@@ -84,8 +80,8 @@ class HostTierConnector(OffloadingConnector):
 
     _kappa_peers: HostTierFetches | None = None
     _kappa_server: PeerServer | None = None
+    # Where peers read this engine's host tier, if they do.
     _kappa_endpoint = ""
-    """Where peers read this engine's host tier, if they do."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -98,13 +94,12 @@ class HostTierConnector(OffloadingConnector):
         )
         if role == KVConnectorRole.SCHEDULER:
             stats = StatsSender(extra.get(STATS_KEY, ""))
-            tail = TailRecompute.from_config(extra, self._kappa_block_tokens)
-            self._kappa_admissions = AdmissionReports(stats, tail)
+            self._kappa_admissions = AdmissionReports(stats, extra, self._kappa_block_tokens)
             if extra.get(PEERS_KEY):
-                self._kappa_meet_peers(read_options(extra, PEERS_KEY, PeerOptions), stats)
+                self._kappa_init_peers(read_options(extra, PEERS_KEY, PeerOptions), stats)
 
-    def _kappa_meet_peers(self, options: PeerOptions, stats: StatsSender) -> None:
-        """Serve peers, and fetch from them. An engine whose port is taken does neither."""
+    def _kappa_init_peers(self, options: PeerOptions, stats: StatsSender) -> None:
+        """Serve peers, and fetch from them. Without its port an engine only fetches."""
         scheduler, manager = self.connector_scheduler, self._kappa_manager()
         assert scheduler is not None and manager is not None
         groups = scheduler.config.kv_group_configs
@@ -124,12 +119,9 @@ class HostTierConnector(OffloadingConnector):
         def record(request: Request, block: int, key: OffloadKey) -> None:
             scheduler._events_tracker.record_store(request, groups[0], block, key)
 
-        def coming(key: bytes) -> bool:
-            return manager.knows(OffloadKey(key))
-
         self._kappa_endpoint = options.endpoint
         try:
-            self._kappa_server = PeerServer(options, shared_rows, manager.place, coming)
+            self._kappa_server = PeerServer(options, shared_rows, manager.place, manager.knows)
         except OSError as error:
             log.error("peers_not_served", host=options.host, port=options.port, reason=str(error))
             stats.send({"kind": "tier_failed", "why": "serve"})
@@ -137,7 +129,6 @@ class HostTierConnector(OffloadingConnector):
             options, manager, shared_rows, stats.send, record, self._kappa_block_tokens
         )
         self._kappa_peers.settle()  # tells how much room there is
-        manager.copying = lambda: self._kappa_peers is not None and self._kappa_peers.has_work
 
     # -- the scheduler's side -----------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class EngineWork(Work):
         self.quote = None
 
     def ran(self, block_tokens: int) -> None:
-        """An iteration computed some of it: note how far it is."""
+        """An iteration computed a part: note how far the request is."""
         done = self.computed_tokens = self.request.num_computed_tokens
         if done > self.total_tokens:
             prompt_blocks = -(-self.total_tokens // block_tokens)
@@ -94,7 +94,7 @@ class EngineMemory:
         self.changed = True
 
     def put_off(self, work: EngineWork) -> None:
-        """vLLM will not tell yet what of it is cached: something it needs is on its way."""
+        """vLLM does not tell yet which tokens are cached: blocks are on their way."""
         work.waits_for = self._landings
 
     def available(self) -> int:

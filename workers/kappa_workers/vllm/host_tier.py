@@ -18,31 +18,20 @@ from kappa_scheduler.link_order import LOADS_FIRST
 from kappa_workers.stats_channel import StatsSender
 from kappa_workers.vllm.host_tier_manager import HostTierManager
 from kappa_workers.vllm.load_sources import LoadSource
-from kappa_workers.vllm.options import (
-    LINK_KEY,
-    PACE_KEY,
-    PEERS_KEY,
-    STATS_KEY,
-    LinkPace,
-    LinkRules,
-    read_options,
-)
+from kappa_workers.vllm.options import LINK_KEY, PEERS_KEY, STATS_KEY, LinkRules, read_options
 from kappa_workers.vllm.versions.installed import SpecNames
 
 
 class TierWorker(OffloadingWorker, LoadSource):
-    """What a host tier's worker tells the connector and the replica, whoever copies."""
+    """A host tier's worker as the connector and the replica know it; subclasses copy."""
 
     def __init__(self, stats: StatsSender) -> None:
         LoadSource.__init__(self)
         self._stats = stats
         self._report_lock = threading.Lock()
         self._loading: dict[int, str] = {}
-
-    @property
-    def store_block_s(self) -> float:
-        """Measured seconds to copy one block to the host; 0 before the first."""
-        raise NotImplementedError
+        # Measured seconds to copy one block to the host; 0 before the first.
+        self.store_block_s = 0.0
 
     def loading(self, job_id: int, request: str) -> None:
         """A load that is about to be submitted is this request's (vLLM's id)."""
@@ -55,7 +44,6 @@ class TierWorker(OffloadingWorker, LoadSource):
 
     def begin_work(self, work: Any) -> None:
         """Begin what the manager's `take_work` asked for."""
-        raise NotImplementedError
 
     def take_news(self) -> Any:
         """For the manager's `take_news`, since the last call; None: nothing."""
@@ -91,8 +79,7 @@ class ManagedTierSpec(SpecNames):
         """ValueError: a wrong option."""
         super().__init__(config)
         extra = self.extra_config
-        self._pace = read_options(extra, PACE_KEY, LinkPace)
-        self._rules = read_options(extra, LINK_KEY, LinkRules).dilated(self._pace.dilation)
+        self._rules = read_options(extra, LINK_KEY, LinkRules)
         peers = extra.get(PEERS_KEY)
         self._layout = Path(peers["layout"]) if peers else None
         """The file by which an engine's other process finds the rows that peers read and fill, if
@@ -106,7 +93,6 @@ class ManagedTierSpec(SpecNames):
                 cache_policy=self.eviction_policy,
                 cache_policy_module_path=self.cache_policy_module_path,
                 enable_events=self.kv_events_config.enable_kv_cache_events,
-                pace=self._pace,
                 block_tokens=self.tokens_per_block[0],
                 backlog_s=self._rules.store_backlog_s,
                 report=StatsSender(self.extra_config.get(STATS_KEY, "")).send,

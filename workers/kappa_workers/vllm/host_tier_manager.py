@@ -10,7 +10,6 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadKey, PrepareStoreOutput, ReqContext
 
-from kappa_workers.vllm.options import LinkPace
 from kappa_workers.vllm.versions.installed import ManagerNames
 
 
@@ -21,7 +20,6 @@ class HostTierManager(ManagerNames):
     def __init__(
         self,
         *args: Any,
-        pace: LinkPace,
         block_tokens: int,
         backlog_s: float,
         report: Callable[[dict[str, object]], None],
@@ -29,8 +27,7 @@ class HostTierManager(ManagerNames):
     ) -> None:
         """`backlog_s`: bound on the seconds of stores that are queued when another is taken."""
         super().__init__(*args, **kwargs)
-        self._pace, self._block_tokens = pace, block_tokens
-        self._backlog_s, self._report = backlog_s, report
+        self._block_tokens, self._backlog_s, self._report = block_tokens, backlog_s, report
         self._block_s = 0.0
         # Keys of stores under way, with each one's share of its transfer's seconds.
         self._pending: dict[OffloadKey, float] = {}
@@ -45,7 +42,7 @@ class HostTierManager(ManagerNames):
 
     def stores_lost(self, lost: Collection[OffloadKey], block_s: float) -> None:
         """A worker gave up storing `lost`: that store fails, whatever others say. `block_s`:
-        seconds that it measured per block, of use where nothing is paced."""
+        seconds that it measured per block."""
         self._lost.update(lost)
         self._block_s = block_s
 
@@ -111,9 +108,9 @@ class HostTierManager(ManagerNames):
         """Places that are free, or hold a copy."""
         return self.free_blocks + len(self._copies)
 
-    def knows(self, key: OffloadKey) -> bool:
+    def knows(self, key: bytes) -> bool:
         """Whether a block is here, or being stored."""
-        return self._policy.get(key) is not None
+        return self._policy.get(OffloadKey(key)) is not None
 
     def place(self, key: bytes) -> tuple[Any, int] | None:
         """Of a block that may be read, what stands for it while it is here, and its slot. Called
@@ -165,4 +162,5 @@ class HostTierManager(ManagerNames):
         return block is not None and block.ref_cnt == 0
 
     def _store_s(self, blocks: int) -> float:
-        return self._pace.store_s(blocks * self._block_tokens) or blocks * self._block_s
+        """Seconds that the link takes to store so many blocks, as measured."""
+        return blocks * self._block_s

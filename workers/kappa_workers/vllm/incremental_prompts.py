@@ -1,10 +1,10 @@
-"""Has vLLM's front end tokenize only what is new of a prompt, by `kappa.incremental_tokenizer`: all
-APIs (chat, completions, responses, messages) come through the one method that is replaced here.
+"""Lets vLLM's front end tokenize only the new part of a prompt, by `kappa.incremental_tokenizer`.
+All APIs (chat, completions, responses, messages) come through the one method that is replaced here.
 
-A follow-up turn repeats its conversation. vLLM encodes every token of it again, 2 us each, and
-decodes all of them when the first token of the answer comes, 0.25 us each on the event loop. What a
-tenant sent is remembered for that tenant alone; a request of which nobody says whose it is
-(`workers.generated`), and a tokenizer for which the cache cannot be proved, go vLLM's own way.
+A follow-up turn repeats its conversation. vLLM encodes all its tokens again, 2 us each, and decodes
+all of them when the first token of the answer comes, 0.25 us each on the event loop. A tenant's
+prompts are remembered for that tenant alone; requests without a tenant (`kappa_workers.generated`),
+and tokenizers for which the cache cannot be proved, go vLLM's own way.
 Private names of vLLM: tests/workers/test_contracts.py.
 """
 
@@ -47,8 +47,8 @@ class IncrementalPrompts:
 
     def __init__(self, tokenizer: IncrementalTokenizer, renderer: Any) -> None:
         self._tokenizer, self._stock = tokenizer, renderer._tokenize_prompt_async
-        # Numbers to take from, where a list of an array's makes each anew: a third of the time, and
-        # a fifth of the memory that a prompt's list and its copies hold.
+        # Python's numbers, made once: `tolist` would make new ones for each prompt, in three times
+        # the time and with five times the memory in the prompt's list and its copies.
         most = max(renderer.tokenizer.backend_tokenizer.get_vocab().values())
         self._numbers = np.arange(most + 1).astype(object)
 
@@ -94,8 +94,8 @@ class TailDetokenizer(detokenizer.FastIncrementalDetokenizer):
 
 
 def install(renderer: Any) -> bool:
-    """Have the front end of a `BaseRenderer` encode only what is new; whether that is proved of its
-    tokenizer. Takes some 100 ms, and memory for one more copy of the tokenizer."""
+    """Let the front end of a `BaseRenderer` encode only new text, if that is proved exact for its
+    tokenizer; returns whether it is. Takes some 100 ms, and memory for a copy of the tokenizer."""
     tokenizer = renderer.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -104,7 +104,7 @@ def install(renderer: Any) -> bool:
         detokenizer.FastIncrementalDetokenizer = TailDetokenizer  # type: ignore[misc]
     if getattr(tokenizer, "split_special_tokens", False):
         return False
-    # One of our own: vLLM's is set to truncate anew by each call.
+    # A copy of our own: each call sets how vLLM's truncates.
     backend = copy.deepcopy(backend)
     backend.no_truncation()
     backend.no_padding()

@@ -35,14 +35,15 @@ _SEQUENCES = (2, 4, 8, 16, 32, 64, 128, 256)
 # So often all steps are run, if there is time for it, after a first time of each that touches
 # memory and compiles. What else runs on the machine only adds: the least of the seconds counts.
 _ROUNDS = 8
-# What a step will take is guessed from so many before it.
+# The seconds of a step are guessed from this many before it.
 _RECENT = 3
-# A step is skipped unless so many times what it should take, repeats included, is left.
+# A step is skipped unless this many times its expected seconds, repeats included, are left.
 _MARGIN = 1.5
 
 
 class StepSize(NamedTuple):
-    """So many requests that compute `new` tokens each behind `context`; decoding where it is 1."""
+    """A step: `requests` compute `new` tokens each behind `context`, and decode where `new` is
+    1."""
 
     requests: int
     new: int
@@ -54,14 +55,18 @@ class StepSize(NamedTuple):
 
 
 class StepLimits(NamedTuple):
-    """What a batch may hold: tokens of a request, tokens and requests of a step, block size, blocks
-    on the device (block 0 is vLLM's own), and groups of layers with blocks of their own."""
+    """What a batch may hold."""
 
+    # Tokens of a request.
     context_tokens: int
+    # Tokens of a step.
     batch_tokens: int
+    # Requests of a step.
     sequences: int
     block_tokens: int
+    # Blocks on the device; block 0 is vLLM's own.
     blocks: int
+    # Groups of layers with blocks of their own.
     groups: int = 1
 
 
@@ -116,9 +121,9 @@ class StepTimer:
         return {**fit.step.to_dict(), **how, "prior_error": rate_steps(prior, works, seconds).error}
 
     def samples(self, prior: StepModel, budget_s: float) -> list[tuple[StepWork[float], float]]:
-        """What steps had to do, and their seconds. What a step will take is guessed from those
-        before it, as so many times the prior's seconds; one for which there is not the time has
-        another chance in every round."""
+        """The work of steps, and their seconds. The seconds of a step are guessed from the steps
+        before it, as a multiple of the prior's; a step that lacks the time has another chance in
+        every round."""
         found: dict[StepSize, tuple[StepWork[float], float]] = {}
         sizes = step_sizes(self._limits, prior)
         end_s = self._clock() + budget_s
@@ -231,53 +236,49 @@ def measure_engine(
     prior: Mapping[str, float], budget_s: float,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure an engine that has nothing in flight; its device cache is zeros afterwards: an
-    attention kernel may multiply slots past a sequence's end by zero, so what is left there must be
-    finite.
+    attention kernel may multiply slots past a sequence's end by zero, so they must be finite.
 
-    execute, sample: the worker's methods for a step, unmetered. prior: the fields of a `StepModel`:
-    the order of the steps, and what the fit is compared to. budget_s: for all of it. Returns what
-    `LinkTimer.measure` does, "step" (what `StepTimer.measure` does), and "unmeasured": sentences on
-    what of these is missing."""
+    execute, sample: the worker's methods for a step, unmetered. prior: the fields of a `StepModel`,
+    which orders the steps and is compared to the fit. budget_s: seconds for all measurements.
+    Returns the figures of `LinkTimer.measure`, "step" (those of `StepTimer.measure`), and
+    "unmeasured": a sentence on each that is missing."""
     found: dict[str, Any] = {"unmeasured": []}
-    try:
-        _measure(found, worker, execute, sample, StepModel.from_dict(prior), budget_s)
-    finally:
-        for cache in worker.model_runner.kv_caches:
-            for tensor in cache if isinstance(cache, list | tuple) else [cache]:
-                tensor.zero_()
-    return found
-
-
-def _measure(
-    found: dict[str, Any], worker: Any, execute: Callable[[Any], Any],
-    sample: Callable[[None], Any], prior: StepModel, budget_s: float,
-) -> None:  # fmt: skip
-    groups = len(worker.model_runner.kv_cache_config.kv_cache_groups)
-    device_blocks = int(worker.cache_config.num_gpu_blocks)
-    connector = getattr(kv_transfer_state._KV_CONNECTOR_AGENT, "connector_worker", None)
-    tier, spec = getattr(connector, "worker", None), getattr(connector, "spec", None)
-    if tier is not None and spec is not None:
-        room = TierRoom(device_blocks, int(spec.host_blocks), groups)
-        timer = LinkTimer(tier, room, beside_work(torch.device(worker.device)))
-        found |= _tried(
-            "the host tier's link", lambda: timer.measure(_LINK_SHARE * budget_s), found
-        )
-    scheduler = worker.scheduler_config
+    scheduler, ranks = worker.scheduler_config, worker.parallel_config
     limits = StepLimits(
         context_tokens=int(worker.model_config.max_model_len),
         batch_tokens=int(scheduler.max_num_batched_tokens),
         sequences=int(scheduler.max_num_seqs),
         block_tokens=int(worker.cache_config.block_size),
-        blocks=device_blocks,
-        groups=groups,
+        blocks=int(worker.cache_config.num_gpu_blocks),
+        groups=len(worker.model_runner.kv_cache_config.kv_cache_groups),
     )
-    steps = StepTimer(execute, sample, limits, _agreement(worker.parallel_config.world_size))
-    if worker.parallel_config.pipeline_parallel_size > 1:
-        found["unmeasured"].append("a step: its stages run on several devices in turn")
-        return
-    with without_connector(worker.model_runner):
-        left_s = (1 - _LINK_SHARE) * budget_s
-        found |= _tried("a step", lambda: {"step": steps.measure(prior, left_s)}, found)
+    connector = getattr(kv_transfer_state._KV_CONNECTOR_AGENT, "connector_worker", None)
+    tier, spec = getattr(connector, "worker", None), getattr(connector, "spec", None)
+    with _zeroed(worker.model_runner):
+        if tier is not None and spec is not None:
+            room = TierRoom(limits.blocks, int(spec.host_blocks), limits.groups)
+            timer = LinkTimer(tier, room, beside_work(torch.device(worker.device)))
+            with _noted("the host tier's link", found):
+                found |= timer.measure(_LINK_SHARE * budget_s)
+        if ranks.pipeline_parallel_size > 1:
+            found["unmeasured"].append("a step: its stages run on several devices in turn")
+            return found
+        steps = StepTimer(execute, sample, limits, _agreement(ranks.world_size))
+        with without_connector(worker.model_runner), _noted("a step", found):
+            left_s = (1 - _LINK_SHARE) * budget_s
+            found["step"] = steps.measure(StepModel.from_dict(prior), left_s)
+    return found
+
+
+@contextmanager
+def _zeroed(runner: Any) -> Iterator[None]:
+    """Leave the device cache of a model runner at zero."""
+    try:
+        yield
+    finally:
+        for cache in runner.kv_caches:
+            for tensor in cache if isinstance(cache, list | tuple) else [cache]:
+                tensor.zero_()
 
 
 def _agreement(ranks: int) -> Callable[[bool], bool]:
@@ -286,12 +287,11 @@ def _agreement(ranks: int) -> Callable[[bool], bool]:
     return lambda mine: bool(get_world_group().broadcast_object(mine, src=0))
 
 
-def _tried(
-    what: str, measure: Callable[[], dict[str, Any]], found: dict[str, Any]
-) -> dict[str, Any]:
+@contextmanager
+def _noted(what: str, found: dict[str, Any]) -> Iterator[None]:
+    """An error of a measurement costs no more than what it would have given."""
     try:
-        return measure()
+        yield
     except Exception as error:
         log.warning("engine_unmeasured", what=what, exc_info=error)
         found["unmeasured"].append(f"{what}: {error!r}")
-        return {}

@@ -1,9 +1,9 @@
 """The bandwidth of an engine's host tier by size of transfer, through the copies that serve.
 
 Transfers of scattered blocks of all layers, submitted to vLLM's offloading worker (ours or its own)
-as its connector submits them, and timed by it: on a GPU by events of the device. What is loaded is
-then stored where it came from; the device's blocks hold anything afterwards. Private names of vLLM:
-tests/workers/vllm/test_measured_engine.py.
+as its connector submits them, and timed by it: on a GPU by events of the device. Loaded blocks are
+then stored where they came from; the device's blocks hold anything afterwards. Private names of
+vLLM: tests/workers/vllm/test_measured_engine.py.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _SIZES = (1, 2, 4, 8, 16, 64, 256)
 # So often each size, after a first; beside compute fewer. What else runs on the machine only adds:
 # the lower quartile counts. A size that would take more than is left is left out.
 _REPEATS, _BESIDE = 12, 6
-# A load comes to an engine whose threads and processors were at rest: of one that comes right
-# behind another the first 16 blocks take a third less. Rests take this share of the time at most.
+# In service a load finds the engine's threads and processors at rest. Where one load comes right
+# behind another, its first 16 blocks take a third less. Rests take this share of the time at most.
 _REST_S, _REST_SHARE = 0.02, 0.3
-# Host memory that nobody has written reads as one page of zeros, out of the processor's cache: so
+# Host memory that was never written reads as one page of zeros, out of the processor's cache: this
 # many blocks are written first, in lots, within this share of the time, and only they are timed.
 _WRITTEN, _LOT, _WRITING_SHARE = 1024, 64, 0.3
 _POLL_S = 1e-4
@@ -88,8 +88,9 @@ class LinkTimer:
                 beside = [self._pair(blocks) for _ in range(_BESIDE)]
             for index, way in enumerate(rows):
                 seconds = [pair[index][0] for pair in alone]
-                rows[way].append(_row(blocks, alone[0][index][1], seconds,
-                                      [pair[index][0] for pair in beside]))  # fmt: skip
+                rows[way].append(
+                    _row(blocks, alone[0][index][1], seconds, [pair[index][0] for pair in beside])
+                )
             block_s = max(rows[way][-1]["seconds"] for way in rows) / blocks
         return {**rows, **_line(rows["h2d"], "h2d", "load"), **_line(rows["d2h"], "d2h", "store")}
 

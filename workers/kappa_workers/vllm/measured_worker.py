@@ -1,5 +1,6 @@
-"""What a vLLM worker says that it runs with, and measures of itself: a part of our workers, and of
-a stock one by vLLM's `worker_extension_cls` (`workers.announcing`). Called by `collective_rpc`."""
+"""A part of a vLLM worker that says what it runs with and measures itself: in our workers, and in a
+stock one by vLLM's `worker_extension_cls` (`kappa_workers.announcing`). Called by
+`collective_rpc`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ class MeasuredWorker:
     """A part of a worker of vLLM's; it defines no name that vLLM's workers have."""
 
     def kappa_profile(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The peaks of this process (`engine.profile.machine_peaks`), and if `request` has an
+        """The peaks of this process (`kappa_engine.profile.machine_peaks`), and if `request` has an
         `engine`, arguments of `measure_engine`, what this engine measures of itself."""
         from kappa_engine.profile import machine_peaks
         from kappa_workers.vllm.measured_engine import measure_engine
@@ -22,8 +23,8 @@ class MeasuredWorker:
         return found
 
     def kappa_engine(self) -> dict[str, Any]:
-        """As `engine_facts` has it; on a CPU without the weights: packed anew, most of them are no
-        parameters."""
+        """As `engine_facts`; on a CPU without the weights: they are packed again there, and most of
+        the packed ones are no parameters."""
         from kappa_workers.vllm.read_back import engine_facts
 
         worker: Any = self
@@ -32,6 +33,6 @@ class MeasuredWorker:
         return {**facts, "weight_bytes": 0} if worker.device.type == "cpu" else facts
 
     def _kappa_step_calls(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """What runs a step, and what samples its tokens."""
+        """The methods that run a step and sample its tokens."""
         worker: Any = self
         return worker.execute_model, worker.sample_tokens

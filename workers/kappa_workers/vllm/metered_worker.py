@@ -1,9 +1,9 @@
 """vLLM workers that report every engine step.
 
-Of an engine's ranks one reports, that whose outputs vLLM takes. With asynchronous scheduling a step
-is handed out while the one before it still runs: it lasted from its hand-out, or the end of the one
-before if that is later, until its outputs are there; on a GPU events on its stream say so more
-exactly. On machines without one a step can be made to last
+Of an engine's ranks the one reports that gives vLLM its outputs. With asynchronous scheduling a
+step is handed out while the one before it still runs: it lasted from its hand-out, or the end of
+the one before if that is later, until its outputs are there; on a GPU events on its stream say so
+more exactly. On machines without one a step can be made to last
 (`kappa_workers.paced.metered_worker`)."""
 
 from __future__ import annotations
@@ -34,20 +34,24 @@ _LOAD_POLL_S = 0.01
 
 @dataclass(slots=True)
 class _Prompt:
-    """request_id: the decider's, "" without; compute_s: of all steps that computed some of it."""
+    """A prompt that is being computed."""
 
     tokens: int
+    # The decider's id; "" without.
     request_id: str
+    # Seconds of all steps that computed a part.
     compute_s: float = 0.0
 
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """chunks: [(new tokens, context tokens before them)]; computing, finishing: prompts of which it
-    computes some, and the last, the latter with vLLM's ids."""
+    """The work of one step."""
 
+    # (new tokens, context tokens before them) of each request.
     chunks: list[tuple[int, int]] = field(default_factory=list)
+    # Prompts that it computes a part of.
     computing: list[_Prompt] = field(default_factory=list)
+    # Prompts that it computes the last part of, with vLLM's ids.
     finishing: list[tuple[str, _Prompt]] = field(default_factory=list)
 
     @property
@@ -56,8 +60,8 @@ class ScheduledStep:
         return [prompt.request_id for _, prompt in self.finishing]
 
     def took(self, seconds: float) -> list[tuple[str, str, float]]:
-        """It lasted so long; (vLLM's id, ours, seconds of all steps that computed it) of each
-        prompt that it finished."""
+        """Note how long it lasted; (vLLM's id, ours, seconds of all its steps) of each prompt that
+        it finished."""
         for prompt in self.computing:
             prompt.compute_s += seconds
         finished = [(req_id, p.request_id, p.compute_s) for req_id, p in self.finishing]
@@ -96,13 +100,16 @@ class StepMeter:
 
 @dataclass(slots=True)
 class Timed:
-    """A step under way: what it has to do, its message, when it was handed out (and, on a GPU,
-    events on the stream before and behind it)."""
+    """A step under way."""
 
     scheduled: ScheduledStep
+    # Its report so far.
     message: dict[str, Any]
+    # When it was handed out (monotonic).
     start_s: float
+    # An event on the GPU's stream before the step; None on a CPU, as the next.
     begun: Any = None
+    # The event behind the step.
     done: Any = None
 
     def device_s(self) -> float | None:
@@ -159,7 +166,7 @@ class Metered(MeasuredWorker):
         return self._kappa_end(super().sample_tokens(grammar_output))  # type: ignore[misc]
 
     def _kappa_step_calls(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        # vLLM's own: what is measured is not reported.
+        # vLLM's own: steps that measure the engine are not reported.
         return super().execute_model, super().sample_tokens  # type: ignore[misc]
 
     def _kappa_mark(self) -> Any:

@@ -30,12 +30,11 @@ class _Submitted(NamedTuple):
     direction: str
     blocks: int
     tokens: int
-    at_s: float
 
 
 class NativeTierWorker(TierWorker):
-    """vLLM's worker (`copies`), whose transfers are reported. tokens_per_block: by group of layers.
-    ranks: that copy alike, each over a link of its own; what is reported is the bytes of all."""
+    """Reports the transfers of vLLM's worker (`copies`). tokens_per_block: by group of layers.
+    ranks: copy alike, each over a link of its own; the bytes of all are reported."""
 
     def __init__(
         self,
@@ -48,7 +47,6 @@ class NativeTierWorker(TierWorker):
         self._ranks = ranks
         self._copies, self._tokens_per_block = copies, tokens_per_block
         self._submitted: dict[int, _Submitted] = {}
-        self._store_block_s = 0.0
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
@@ -74,10 +72,6 @@ class NativeTierWorker(TierWorker):
             self._ended(result)
         return results
 
-    @property
-    def store_block_s(self) -> float:
-        return self._store_block_s
-
     def wait_for_load(self, timeout_s: float) -> bool:
         if self._submitted:
             time.sleep(min(timeout_s, _POLL_S))
@@ -94,8 +88,7 @@ class NativeTierWorker(TierWorker):
         # Groups of layers hold the same tokens; those of a window only the last of them.
         sizes = zip(device.group_sizes, self._tokens_per_block, strict=True)
         tokens = max(size * each for size, each in sizes)
-        blocks = len(device.block_ids)
-        self._submitted[job_id] = _Submitted(direction, blocks, tokens, time.monotonic())
+        self._submitted[job_id] = _Submitted(direction, len(device.block_ids), tokens)
 
     def _ended(self, result: TransferResult) -> None:
         job = self._submitted.pop(result.job_id)
@@ -103,12 +96,10 @@ class NativeTierWorker(TierWorker):
         if took_s is None or moved is None:
             return
         if job.direction == STORE and job.blocks:
-            self._store_block_s = averaged_s(self._store_block_s, took_s / job.blocks)
-        queued_s = max(time.monotonic() - job.at_s - took_s, 0.0)
+            self.store_block_s = averaged_s(self.store_block_s, took_s / job.blocks)
         self._report({
             "kind": job.direction, "job": result.job_id, "blocks": job.blocks,
-            "bytes": moved * self._ranks, "tokens": job.tokens, "queued_s": queued_s,
-            "took_s": took_s, "copy_s": took_s, "pace_s": 0.0,
+            "bytes": moved * self._ranks, "tokens": job.tokens, "took_s": took_s,
         })  # fmt: skip
 
 

@@ -44,19 +44,24 @@ def read_options(config: Mapping[str, Any] | None, key: str, kind: type[T]) -> T
 
 
 class SchedulerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """rule: its name, or `STOCK`; config: the fields of a `FairConfig`; link: the fields of a
-    `LinkRates`, if known; step: those of a `StepModel`, if the engine is paced; stats: endpoint of
-    the stats channel; log: file for JSON lines; tenant_required: a decider of ours names every
-    request's tenant, so one without is refused; profile: file in which the engine's measurements
-    have the link's rates and the step's constants, once it was measured."""
+    """What an engine schedules by."""
 
+    # The rule's name, or `STOCK`.
     rule: str = "fair"
+    # The fields of a `FairConfig`.
     config: dict[str, Any] = {}
+    # The fields of a `LinkRates`; None: not known, or measured.
     link: dict[str, float] | None = None
+    # The fields of a `StepModel`; None: the engine is not paced.
     step: dict[str, float] | None = None
+    # Endpoint of the stats channel; empty: nothing is sent.
     stats: str = ""
+    # File for JSON lines; None: no lines are written.
     log: str | None = None
+    # Whether a decider of ours names every request's tenant: a request without one is refused.
     tenant_required: bool = False
+    # File with the engine's measurements, once it was measured: the link's rates and the step's
+    # constants; empty: there is none.
     profile: str = ""
 
     @classmethod
@@ -99,7 +104,8 @@ class SchedulerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return step_factor(self.rule, FairConfig(**self.config))
 
     def make_limit(self) -> StepLimit | None:
-        """What bounds a step besides its token budget; None: nothing, or steps are not known."""
+        """The bound of a step besides its token budget; None: there is none, or steps are not
+        known."""
         if self.rule == STOCK:
             return None
         step = StepModel.from_dict(self.step) if self.step else measured_step(self.profile)
@@ -107,7 +113,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def measured_link(profile: str) -> LinkRates | None:
-    """What loads take, from the file of an engine's measurements; None if it has none."""
+    """The rates of loads, from the file of an engine's measurements; None if it has none."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(Path(profile).read_text(encoding="utf-8"))
         return LinkRates(found["load_token_s"], found["load_fixed_s"])
@@ -115,7 +121,7 @@ def measured_link(profile: str) -> LinkRates | None:
 
 
 def measured_step(profile: str) -> StepModel | None:
-    """What steps take, from the same file; None if it has none that fits."""
+    """The model of steps, from the same file; None if it has none that fits."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return fitted_step(json.loads(Path(profile).read_text(encoding="utf-8")))
     return None
@@ -142,12 +148,15 @@ def fitted_step(measured: Mapping[str, Any]) -> StepModel | None:
 
 
 class LinkPace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long a paced link takes, in real (dilated) seconds per token; zero: unpaced. dilation:
-    real seconds per second of the node that it is paced as."""
+    """How long a paced link takes, in real (dilated) seconds."""
 
+    # Per loaded token; 0: loads are not paced.
     token_s: Seconds = 0.0
+    # Per stored token; 0: stores are not paced.
     store_token_s: Seconds = 0.0
+    # Per transfer.
     fixed_s: Seconds = 0.0
+    # Real seconds per second of the node that it is paced as.
     dilation: Seconds = 1.0
 
     def load_s(self, tokens: int) -> float:
@@ -158,40 +167,44 @@ class LinkPace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PeerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where an engine serves its host tier to its peers, and the token of who may read there.
-    layout: file that says where the tier's rows are, until the engine's other process has read it.
-    wait_s: the longest silence of a peer. token_s, fixed_s: what a paced transfer takes at least,
-    in real (dilated) seconds per KV token and besides."""
+    """Where an engine serves its host tier to its peers."""
 
     host: str
     port: int
+    # What a reader must know.
     token: str
+    # File with the places of the tier's rows, until the engine's other process has read it.
     layout: str
+    # The longest silence of a peer.
     wait_s: float = 5.0
+    # The least seconds per KV token of a paced transfer, in real (dilated) seconds.
     token_s: float = 0.0
+    # The least seconds of a paced transfer besides.
     fixed_s: float = 0.0
 
     @property
     def endpoint(self) -> str:
-        """What a peer is given, by the router alone."""
+        """The address that only the router gives to peers."""
         return f"{self.host}:{self.port}/{self.token}"
 
     def pace_s(self, tokens: int) -> float:
-        """Least seconds from sending to receiving so many tokens."""
+        """The least seconds from sending to receiving these tokens."""
         return self.fixed_s + tokens * self.token_s
 
 
 class LinkRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the host tier shares its link; seconds are the node's own. duplex: a server per
-    direction, or one for both. order "fifo" is vLLM's own, and drops nothing. store_backlog_s: new
-    stores are dropped while so many seconds of them are queued. late_wait_s: by how much one call
-    may hold the engine up for stores whose blocks it wants to reuse; those beyond are dropped.
-    by_layer: the only request of an engine loads in its prompt's own step, layer by layer."""
+    """How the host tier shares its link; seconds are the node's own."""
 
+    # A server per direction, or one for both.
     duplex: Literal["full", "half"] = "full"
+    # "fifo" is vLLM's own, and drops nothing.
     order: Literal["loads_first", "fifo"] = "loads_first"
+    # New stores are dropped while this many seconds of stores are queued.
     store_backlog_s: Seconds = 10.0
+    # How long one call may hold the engine up for stores that still read the blocks it wants to
+    # reuse; stores that take longer are dropped.
     late_wait_s: Seconds = 0.01
+    # Whether the only request of an engine loads in its prompt's own step, layer by layer.
     by_layer: bool = False
 
     def dilated(self, dilation: float) -> LinkRules:

@@ -1,6 +1,6 @@
-"""What vLLM's front end keeps for a request between its engine and whoever waits for it: counts the
-tokens that leave. What is not taken in time is merged into one output, so nobody behind can count
-them. Private names of vLLM: tests/workers/test_contracts.py."""
+"""Counts the tokens that leave the queue that vLLM's front end has for a request between its engine
+and the task that waits for it. Outputs that are not taken in time are merged, so they cannot be
+counted behind it. Private names of vLLM: tests/workers/test_contracts.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kappa_workers import generated
 
 
 class CountingCollector(RequestOutputCollector):
-    """vLLM's, which adds to the tally of the request that it is made for (`workers.generated`)."""
+    """vLLM's, which adds to the tally of its request (`kappa_workers.generated`)."""
 
     def __init__(self, output_kind: Any, request_id: str) -> None:
         super().__init__(output_kind, request_id)

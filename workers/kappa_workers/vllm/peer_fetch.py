@@ -1,9 +1,10 @@
-"""What a host tier takes from another worker's: room for it, the transfer, and what becomes of it.
+"""Fetches blocks from another worker's host tier: the room for them, the transfer, and its end.
 
 The router names a peer and the blocks in the request's `kv_transfer_params`. The transfer begins
 when the request arrives and fills rows of the host tier, which count as being stored meanwhile: a
-look-up of theirs is put off. What came is then loaded like any block of the tier; what did not, is
-computed. Copies of what a peer has go before the tier's own blocks, and never displace these.
+look-up of them is put off. Blocks that came are loaded like any block of the tier; the others are
+computed. Copies of a peer's blocks are evicted before the tier's own blocks, and never displace
+these.
 """
 
 from __future__ import annotations
@@ -46,26 +47,30 @@ _ROOM_EVERY_S = 0.1
 
 
 class PeerParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the router says of a fetch. endpoint: the peer's; start, stop: leading tokens of the
-    prompt from and up to which it has what this worker lacks. handed: the peer has computed them
-    for this request, which so goes before the tier's own blocks, as if they were computed here."""
+    """What the router says of a fetch."""
 
+    # The peer's.
     endpoint: str
+    # Leading tokens of the prompt that this worker has.
     start: int
+    # Leading tokens of the prompt that the peer has.
     stop: int
+    # Whether the peer computed them for this request: they may then displace the tier's own blocks,
+    # as if they were computed here.
     handed: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _PeerFetch:
-    """places: which of the prompt's blocks, which they are in it, and where there is room for each;
-    came: how many of them did, the leading ones; None: under way."""
+    """A fetch for one request."""
 
     request: Any
     context: ReqContext
     endpoint: str
     handed: bool
+    # Of each block: its number in the prompt, its key, and the slot for it.
     places: list[tuple[int, OffloadKey, int]]
+    # How many of the leading blocks came; None: under way.
     came: int | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -93,7 +98,7 @@ class HostTierFetches:
         self._news: list[_News] = []
         self._left_alone_until_s: dict[str, float] = {}
         self._room, self._room_s, self._ended = -1, 0.0, False
-        manager.before_reset = self.cancel
+        manager.before_reset, manager.copying = self.cancel, lambda: self.has_work
 
     # -- the scheduler's thread ---------------------------------------------------------------
 
@@ -135,7 +140,7 @@ class HostTierFetches:
         return ended
 
     def settle(self) -> None:
-        """Count what came as stored, and free the room of what did not."""
+        """Count the blocks that came as stored, and free the room of the others."""
         ended = [(name, one) for name, one in self._fetches.items() if one.came is not None]
         for name, _ in ended:
             del self._fetches[name]
@@ -147,7 +152,9 @@ class HostTierFetches:
         for fetch in [*(one for _, one in ended), *gone]:
             self._complete(fetch)
             self._ended = True
-        for message in self._take_news():
+        with self._changed:
+            news, self._news = self._news, []
+        for message in news:
             self._report(message)
         self._report_room()
 
@@ -160,11 +167,11 @@ class HostTierFetches:
 
     @property
     def has_work(self) -> bool:
-        """Whether room is held for blocks that nobody waits for."""
+        """Whether room is held for blocks of requests that ended."""
         return bool(self._orphans)
 
     def cancel(self) -> None:
-        """The tier is emptied: give up what is under way, and wait until nothing writes to it."""
+        """The tier is emptied: give up all fetches, and wait until none writes to it."""
         fetches = [*self._fetches.values(), *self._orphans]
         for fetch in fetches:
             fetch.cancelled.set()
@@ -184,11 +191,6 @@ class HostTierFetches:
         keys = [key for _, key, _ in fetch.places]
         whole, lost = keys[: len(came)], keys[len(came) :]
         self._manager.copied(whole, lost, fetch.context, displaceable=not fetch.handed)
-
-    def _take_news(self) -> list[_News]:
-        with self._changed:
-            news, self._news = self._news, []
-        return news
 
     def _report_room(self) -> None:
         """Tell how much a peer could send here, when it changed."""
@@ -219,7 +221,7 @@ class HostTierFetches:
             self._changed.notify_all()
 
     def _fetch(self, fetch: _PeerFetch, rows: HostRows) -> tuple[int, _News]:
-        """Fill the rows of a fetch; how many blocks came whole, and what to report of it."""
+        """Fill the rows of a fetch; returns how many blocks came whole, and the report."""
         if time.monotonic() < self._left_alone_until_s.get(fetch.endpoint, 0.0):
             raise PeerError("it failed a moment ago")
         options, address = self._options, fetch.endpoint.partition("/")
@@ -261,7 +263,7 @@ class HostTierFetches:
 
 
 def _params(request: Any) -> PeerParams | None:
-    """What a request's parameters say of a peer, if they do."""
+    """The part of a request's parameters that names a peer; None: there is none."""
     params = getattr(request, "kv_transfer_params", None)
     given = params.get(PEER_PARAM) if isinstance(params, dict) else None
     if given is None:

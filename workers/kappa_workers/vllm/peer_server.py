@@ -4,8 +4,8 @@ A reader names blocks by their keys and is sent the leading ones that are there,
 prompt that is handed over, those that are being stored are waited for. Nothing is pinned: the
 scheduler's thread may evict a block while it is sent, so the last word of an answer is how many of
 the blocks were still in their places when all was sent. KV cache is as good as text: a reader must
-know a token, which the router alone has, and the bytes are not encrypted. A question begins with
-the token, and of one that begins otherwise no more is read; the whole of it must come in time.
+know a token, which only the router has, and the bytes are not encrypted. A question begins with the
+token; if it does not, no more is read. A whole question must come in time.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ class PeerError(Exception):
 
 
 class BlockQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a reader sends, the token first. pace_s: how long it will take to say that it has all.
-    handed: a prompt just computed for it, whose blocks may still be on their way to host memory."""
+    """What a reader sends, the token first."""
 
     token: str
     keys: list[bytes]
+    # Seconds that the reader will take to say that it has all.
     pace_s: float = 0.0
+    # Whether the prompt was just computed for the reader: its blocks may still be on their way to
+    # host memory.
     handed: bool = False
 
 
@@ -130,11 +132,11 @@ class PeerServer(socketserver.ThreadingTCPServer):
         self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that left, or was too slow, is its own affair."""
+        """Ignore a reader that left or was too slow."""
         log.debug("peer_reader_failed", exc_info=True)
 
     def answer(self, connection: socket.socket) -> None:
-        """One reader's question, and the rows."""
+        """Answer one reader's question with the rows."""
         until_s = time.monotonic() + _QUESTION_S
         try:
             begin, rest_bytes = self._greeted(connection, until_s)
@@ -219,7 +221,7 @@ class _PeerReader(socketserver.BaseRequestHandler):
 
 
 def transfer_until_s(options: PeerOptions, size_bytes: float) -> float:
-    """When a transfer of so many bytes that begins now has taken too long, monotonic."""
+    """When a transfer that begins now has taken too long, monotonic."""
     return time.monotonic() + options.wait_s + size_bytes / _LEAST_BYTES_PER_S
 
 
@@ -249,7 +251,7 @@ def _receive_size(connection: socket.socket, until_s: float) -> int:
 
 
 def receive(connection: socket.socket, size: int, until_s: float) -> bytes:
-    """So many bytes; PeerError, OSError: as `receive_into`'s."""
+    """`size` bytes; PeerError, OSError: as `receive_into`'s."""
     body = bytearray(size)
     receive_into(connection, memoryview(body), until_s)
     return bytes(body)

@@ -1,5 +1,5 @@
-"""What an engine runs with, read back from its workers: vLLM chooses what it is not given. Names
-private to vLLM: tests/workers/vllm/test_read_back.py."""
+"""The limits of an engine, read back from its workers: vLLM chooses those that it is not given.
+Names private to vLLM: tests/workers/vllm/test_read_back.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BOUNDED = frozenset({
 
 
 def engine_facts(vllm_config: Any, kv_cache_config: Any, model: Any) -> dict[str, Any]:
-    """What one rank of an engine holds (`model`: its part), and the limits that all ranks share:
+    """The limits that all ranks of an engine share, and the memory of this one (`model`: its part):
     `EngineLimits`' fields but for `host_bytes`, and of this rank alone `kv_token_bytes` (what one
     more token takes of the cache) and `weight_bytes`.
 
@@ -59,7 +59,7 @@ def _token_bytes(kv_cache_config: Any, shared_by: int) -> float:
     tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
     if not tensors or not blocks:
         return 0.0
-    # Each tensor says where its layers lie in the one allocation, whose size it repeats.
+    # Each tensor says where its layers lie in the one allocation, and repeats the size of that.
     block_bytes = tensors[0].size / blocks
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     growing = [spec for spec in specs if get_kv_cache_spec_kind(spec) not in _BOUNDED]

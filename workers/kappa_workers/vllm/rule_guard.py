@@ -1,8 +1,8 @@
-"""A rule whose errors cannot stop the engine. What it raises is counted, reported once per kind,
-and the rule is not asked again in that iteration: the engine runs in its own order. Before the next
-one a new rule is made and given all that waits; of what was admitted before it learns nothing.
-Three errors without a plan that worked in between, and the engine keeps its own order until it is
-restarted."""
+"""Guards an engine from the errors of its scheduling rule. An error is counted, reported once per
+kind, and the rule is not asked again in that iteration: the engine runs in its own order. Before
+the next iteration a new rule is made and given all requests that wait; it learns nothing of those
+admitted before. After three errors without a working plan in between the engine keeps its own order
+until it is restarted."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _STALL_S = 2.0
 
 
 class GuardedRule:
-    """Keeps a rule, who waits and who runs as that rule knows it, and count of its errors. make:
-    makes the rule anew; None: the engine keeps its own order. report: called with (event, error) of
-    the first error of each kind."""
+    """Keeps a rule, the requests that wait and run as the rule knows them, and counts its errors.
+    make: makes a new rule; None: the engine keeps its own order. report: called with (event, error)
+    of the first error of each kind."""
 
     def __init__(
         self, make: Callable[[], Rule | None], report: Callable[[str, Exception], None]
@@ -45,7 +45,7 @@ class GuardedRule:
         return self._rule is not None
 
     def restart(self, waiting: Iterable[Work], now_s: float) -> bool:
-        """Make the rule anew and add all that waits, in order; whether that worked."""
+        """Make a new rule and add all that wait, in order; returns whether that worked."""
         self._forget()
         if self.given_up:
             return False
@@ -60,7 +60,7 @@ class GuardedRule:
         return self.works
 
     def failed(self, event: str, error: Exception) -> None:
-        """Something went wrong with the rule, or because of it."""
+        """Count an error of the rule, or one that it caused."""
         self.errors_total += 1
         self._in_a_row += 1
         self.given_up = self._in_a_row >= _MOST_IN_A_ROW
@@ -71,7 +71,7 @@ class GuardedRule:
             self._report(event, error)
 
     def agrees(self, waiting: int) -> bool:
-        """Whether so many wait as the rule knows of; anything else is an error."""
+        """Whether the rule knows of as many that wait; anything else is an error."""
         known = len(self._waiting)
         if known != waiting:
             self.failed("agrees", RuntimeError(f"{waiting} wait, and the rule knows of {known}"))
@@ -85,7 +85,7 @@ class GuardedRule:
             self._call("add", work, now_s)
 
     def plan(self, room: Room, now_s: float) -> Plan | None:
-        """What is admitted now; None if the rule failed."""
+        """The plan for the coming iteration; None if the rule failed."""
         memory = room.memory
         idle = not room.running and memory.available() >= memory.capacity_blocks
         plan: Plan | None = self._call("plan", room, now_s)
@@ -138,12 +138,12 @@ class GuardedRule:
     def charged_elsewhere(
         self, charges: Mapping[str, Charge], weights: Mapping[str, float], now_s: float
     ) -> None:
-        """What other workers charged; for rules that care."""
+        """Tell the rule the charges of other workers, if it counts them."""
         if hasattr(self._rule, "charged_elsewhere"):
             self._call("charged_elsewhere", charges, weights, now_s)
 
     def charges(self) -> Mapping[str, Charge]:
-        """What this engine charged each tenant, by all its rules; empty if they do not count."""
+        """The charges of this engine by tenant, of all its rules; empty if they do not count."""
         charges = self._call("charges") if hasattr(self._rule, "charges") else None
         for tenant, charge in (charges or {}).items():
             before = self._charged_before.get(tenant, Charge())
@@ -151,7 +151,7 @@ class GuardedRule:
         return self._charged
 
     def victim(self, running: Sequence[Work]) -> Work | None:
-        """Who gives up its blocks; None leaves it to the engine."""
+        """The request that gives up its blocks; None leaves it to the engine."""
         known = [work for work in running if work in self._admitted]
         return self._call("victim", known) if known else None
 

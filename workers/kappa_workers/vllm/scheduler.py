@@ -1,7 +1,7 @@
 """vLLM's scheduler, with a record of each iteration, and admitting what a rule says.
 
-Before an iteration the rule says what is admitted; vLLM's own `schedule()` then sees only that, and
-what has been loaded, in its two queues, and the rest is put back. Should the rule fail, vLLM runs
+Before an iteration the rule picks the requests to admit; vLLM's own `schedule()` then sees only
+these, and loaded ones, in its two queues, and the others are put back. If the rule fails, vLLM runs
 in its own order. Configured by `kappa_workers.vllm.options`; private names of vLLM:
 `kappa_workers.vllm.versions`, and tests/workers/vllm/test_scheduler_contract.py."""
 
@@ -33,8 +33,8 @@ _HOLD_S = 0.05
 
 
 class HeldEvents:
-    """Stands in for an engine's `EventPublisher`, which it gives what is due: each batch wakes its
-    thread, the replica and every decider."""
+    """Stands in for an engine's `EventPublisher` and holds batches back for it: each batch wakes
+    its thread, the replica and every decider."""
 
     def __init__(self, publisher: Any) -> None:
         self._publisher = publisher
@@ -52,7 +52,7 @@ class HeldEvents:
             self._batch.events.extend(batch.events)
 
     def flush(self, now_s: float, *, idle: bool) -> None:
-        """Publish what is held; unless the engine is idle, 50 ms after the last batch."""
+        """Publish the held events; unless the engine is idle, 50 ms after the last batch."""
         if self._batch is not None and (idle or now_s - self._sent_s >= _HOLD_S):
             self._publisher.publish(self._batch)
             self._batch, self._sent_s = None, now_s
@@ -64,8 +64,8 @@ class HeldEvents:
 
 class FairScheduler(SchedulerNames):
     """Any rule of ours in vLLM, or (`STOCK`) vLLM's own order with the same records. Between
-    iterations `waiting` holds what the rule knows to wait, `held` what is blocked, loading, or just
-    loaded."""
+    iterations `waiting` holds the requests that wait as the rule knows it, `held` those that are
+    blocked, load, or have just been loaded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -135,9 +135,9 @@ class FairScheduler(SchedulerNames):
     def _handle_invalid_blocks(
         self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
     ) -> set[str]:
-        """As vLLM's, which has a running request compute anew what did not come; nobody else may
-        find its blocks meanwhile, and no token of the step is to come. vLLM leaves the blocks in
-        its prefix cache, and of an `AsyncScheduler` waits for that token."""
+        """As vLLM's, which has a running request compute the blocks that did not come. Meanwhile no
+        other request may find them, and the step gives no token: vLLM leaves the blocks in its
+        prefix cache, and in an `AsyncScheduler` waits for that token."""
         for request in self.running:
             (ids,) = self.kv_cache_manager.get_block_ids(request.request_id)
             lost = (place for place, block in enumerate(ids) if block in invalid_block_ids)
@@ -172,10 +172,10 @@ class FairScheduler(SchedulerNames):
         now.stock = chosen is None
         if chosen is None or not (self.waiting or self.held):
             output = super().schedule(throttle_prefills)
-            self.regroup()
+            self.split_blocked()
         else:
             going, plan = chosen
-            queues = self.offer((work.request for work, _ in plan.admitted), going)
+            queues = self.expose_only((work.request for work, _ in plan.admitted), going)
             output = super().schedule(throttle_prefills)
             self._put_back(queues, going, plan, now_s)
         now.capacity_blocks = self._memory.capacity_blocks
@@ -238,7 +238,7 @@ class FairScheduler(SchedulerNames):
         if not rule.agrees(len(self.waiting)):
             return None
         if not (self.waiting or loaded):
-            # Nobody wants in. Running requests take one block each besides the budget's at most.
+            # None waits. Running requests take one block each besides the budget's at most.
             most_blocks = len(self.running) + self.max_num_scheduled_tokens // self.block_size
             if self._memory.free_blocks > most_blocks:
                 self._memory.changed = True
@@ -274,8 +274,8 @@ class FairScheduler(SchedulerNames):
     def _room(self, loaded: Sequence[Request]) -> tuple[list[Request], Room | None]:
         """(loaded requests that fit now, what the coming iteration has to give to others). vLLM
         serves running requests first, in order; what admitted requests still need for their prompts
-        is promised. No room: running ones need more blocks than there are, so that vLLM will
-        preempt and admit nobody."""
+        is promised. None instead of a room: running ones need more blocks than there are, so that
+        vLLM will preempt one and admit none."""
         budget, size = self.max_num_scheduled_tokens, self.block_size
         free_blocks, decode_blocks = self._memory.free_blocks, 0
         for request in self.running:
@@ -306,9 +306,9 @@ class FairScheduler(SchedulerNames):
         return going, Room(self._memory, budget, slots - len(going), holding)
 
     def _put_back(self, queues: Any, going: list[Request], plan: Any, now_s: float) -> None:
-        """Join what vLLM left in its queues with what was kept from it (`queues`: as they were
-        before); report what became of it."""
-        left, deferred = self.withdraw(queues)
+        """Join the requests that vLLM left in its queues with those kept from it (`queues`: as they
+        were before), and tell the rule which ones were admitted."""
+        left, deferred = self.restore(queues)
         for request in (r for r in going if r.status == RequestStatus.RUNNING):
             self.held.remove(request)
         planned = {work.request for work, _ in plan.admitted}

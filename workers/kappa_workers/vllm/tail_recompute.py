@@ -1,7 +1,8 @@
 """How much of a hit in the host tier an engine of vLLM loads: the front, to a block's end; the back
 is computed with the new tokens, and that is exact. The planner is the router's own
 (`kappa.plans.planners`, "tail"), with the rates that the worker announced, so both foresee the
-same. What each request took at last is reported when it is admitted. Used by all our connectors."""
+same. The tokens that each request took from where are reported when it is admitted. Used by all our
+connectors."""
 
 from __future__ import annotations
 
@@ -44,9 +45,11 @@ def tail_rates(shape: ModelShape, node: NodeProfile, layers: int = 0) -> dict[st
 
 
 class TailOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """planner: "tail", or "kv" to load all; rates: as `tail_rates` gives them (none: load all)."""
+    """How much of a hit is loaded."""
 
+    # "kv" loads all.
     planner: Literal["tail", "kv"] = "tail"
+    # As `tail_rates` gives them; None: all is loaded.
     rates: dict[str, Any] | None = None
 
 
@@ -76,8 +79,9 @@ class TailRecompute:
     ) -> int:
         """Of `hit` tokens that could be loaded behind `device` ones, how many to load; `new` are to
         be computed in any case. by_layer: each layer hides behind the one before, so that a tail
-        pays wherever κ exceeds κ_eff. asked_for: what the request itself asks
-        (`kappa.protocol.PLAN_KEY`), for experiments: "kv" loads all, "load=640" so many at most."""
+        pays wherever κ exceeds κ_eff. asked_for: the request's own wish
+        (`kappa.protocol.PLAN_KEY`), for experiments: "kv" loads all, "load=640" loads 640 tokens at
+        most."""
         if hit <= 0 or asked_for == LOAD_ALL:
             return hit
         if asked_for.startswith("load="):
@@ -107,18 +111,17 @@ def ignore_malformed_params(request: Any) -> None:
 
 
 class AdmissionReports:
-    """Remembers device hits until their requests are admitted, then reports each once to `stats`.
-    tail: how much of a hit to load."""
+    """Says how much of a hit to load, and remembers device hits until their requests are admitted,
+    to report each once to `stats`. extra: the connector's options."""
 
-    def __init__(self, stats: StatsSender, tail: TailRecompute) -> None:
-        self._stats, self._tail = stats, tail
+    def __init__(self, stats: StatsSender, extra: Mapping[str, Any], block_tokens: int) -> None:
+        self._stats, self._tail = stats, TailRecompute.from_config(extra, block_tokens)
         self._device_tokens: dict[str, int] = {}
 
     def loaded_tokens(
         self, request: Any, device_tokens: int, hit: int, *, by_layer: bool = False
     ) -> int:
-        """The scheduler asked what to load behind so many device tokens: of `hit` tokens, how
-        many."""
+        """How many of `hit` tokens to load behind the device's; note these for the report."""
         self._device_tokens[request.request_id] = device_tokens
         if not hit:
             return 0
@@ -127,9 +130,8 @@ class AdmissionReports:
         return self._tail.loaded_tokens(device_tokens, hit, new, plan, by_layer=by_layer)
 
     def admitted(self, request: Any, host_tokens: int, disk_tokens: int = 0) -> int:
-        """Blocks are allocated, `host_tokens` will be loaded, of which so many come from disk;
-        reported once for each look-up, with the tokens that were on the device, which it returns.
-        """
+        """Blocks are allocated and `host_tokens` will be loaded, `disk_tokens` of them from disk;
+        report it once for each look-up. Returns the tokens that were on the device."""
         device_tokens = self._device_tokens.pop(request.request_id, None)
         if device_tokens is None:
             return 0

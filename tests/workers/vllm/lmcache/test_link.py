@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kappa_workers.vllm.lmcache.connector import LOAD, LOOKUP, TierGuard
+from kappa_workers.vllm.lmcache.base import LOAD, LOOKUP, TierGuard
 
 
 def test_guard_doubles_the_pause_with_each_failure_up_to_60_s():

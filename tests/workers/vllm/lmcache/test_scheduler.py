@@ -34,9 +34,7 @@ class Inner:
 
 
 def test_failed_load_loses_only_the_blocks_that_it_was_to_fill(monkeypatch):
-    monkeypatch.setattr(
-        "kappa_workers.vllm.lmcache.connector.LmcacheLink.connect", lambda link: None
-    )
+    monkeypatch.setattr("kappa_workers.vllm.lmcache.base.LmcacheLink.connect", lambda link: None)
     lmcache = {"timeout_s": 1.0, "retry_s": 1.0, "most_blocks": 100}
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"kappa_lmcache": lmcache}),

@@ -17,19 +17,15 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from kappa_workers.vllm.lmcache.connector import (
+from kappa_workers.vllm.lmcache.base import (
     ABSENT,
     LOOKUP,
-    LmcacheConnector,
+    LmcacheBase,
     LmcacheMetadata,
     LmcacheWorkerMeta,
     Stored,
 )
-from kappa_workers.vllm.tail_recompute import (
-    AdmissionReports,
-    TailRecompute,
-    ignore_malformed_params,
-)
+from kappa_workers.vllm.tail_recompute import AdmissionReports, ignore_malformed_params
 
 log = structlog.get_logger(__name__)
 
@@ -53,10 +49,11 @@ class Run(NamedTuple):
 class LmcacheContents:
     """What of this engine's prefixes the server holds, by vLLM's hash and by the server's.
 
-    The server hashes tokens in its own way and, on a CPU, tells nobody what was stored. So what the
-    connector stored and its look-ups found, less what the server's log evicts, becomes vLLM's
-    events under vLLM's hashes, which join them to the device's (and to their salt). What is evicted
-    is withdrawn under every salt. The log is read by a thread, hence the lock.
+    The server hashes tokens in its own way and, on a CPU, does not tell what was stored. So the
+    blocks that the connector stored and its look-ups found, less those that the server's log
+    evicts, become vLLM's events under vLLM's hashes, which join them to the device's (and to their
+    salt). Evicted blocks are withdrawn under every salt. The log is read by a thread, hence the
+    lock.
 
     chunk_blocks: engine blocks in one chunk of the server. chunk_hashes: the server's own hash
     function. name: a vLLM hash as events carry it. most_blocks: beyond it the oldest are withdrawn.
@@ -150,13 +147,12 @@ class LmcacheContents:
             self._events.append(BlockRemoved(block_hashes=names, medium=MEDIUM))
 
 
-class LmcacheScheduler(LmcacheConnector):
+class LmcacheScheduler(LmcacheBase):
     """Requests of one engine."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        tail = TailRecompute.from_config(self._extra, self._block_tokens)
-        self._admissions = AdmissionReports(self._stats, tail)
+        self._admissions = AdmissionReports(self._stats, self._extra, self._block_tokens)
         self._workers = vllm_config.parallel_config.world_size
         self._requests: dict[str, Any] = {}
         self._hits: dict[str, int] = {}
@@ -186,7 +182,7 @@ class LmcacheScheduler(LmcacheConnector):
     # -- admission ----------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """What LMCache cannot read must not count as its failure."""
+        """Drop parameters that LMCache cannot read: they must not count as its failure."""
         ignore_malformed_params(request)
 
     def get_num_new_matched_tokens(
@@ -225,7 +221,7 @@ class LmcacheScheduler(LmcacheConnector):
         return hit
 
     def _shorten(self, request: Any, computed: int, loaded: int) -> int:
-        """Load less than was found; the rest is unlocked in the server. Returns what is loaded."""
+        """Load less than was found; unlock the rest in the server. Returns the tokens to load."""
         inner = self._link.inner
         adapter, tracker = inner.scheduler_adapter, inner.request_trackers[request.request_id]
         chunk = adapter.lmcache_tokens_per_chunk
@@ -314,7 +310,7 @@ class LmcacheScheduler(LmcacheConnector):
         except Exception as error:
             self._link.failed(LOOKUP, error)
 
-    # -- what is announced --------------------------------------------------------------------
+    # -- announcements ------------------------------------------------------------------------
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -379,8 +375,8 @@ class EvictionFeed(threading.Thread):
 
     def run(self) -> None:
         """Follow the log. The server ends a subscription now and then: go on where it ended. All is
-        withdrawn when the log breaks or records are lost; without a log, look-ups alone correct
-        what is announced."""
+        withdrawn when the log breaks or records are lost; without a log only look-ups correct the
+        announcements."""
         while not self._stopped.is_set():
             try:
                 if not self._read():

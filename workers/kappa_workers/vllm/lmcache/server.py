@@ -7,18 +7,18 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kappa.host import die_with_parent
+from kappa.host import die_with_parent, free_port
 
 VERSION = "0.5.6"
 STAMP = "complete"
 _END_S = 5.0
+_HOST = "127.0.0.1"
 _QUIET = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
 
 
@@ -67,14 +67,14 @@ def server_command(
     http_port: int,
     chunk_tokens: int,
     size_bytes: int,
-    host: str = "127.0.0.1",
+    host: str = _HOST,
 ) -> list[str]:
     """The command line of a server on this machine. `engine_driven` has the engine copy, which is
     what works without a GPU: the server's default would hang such an engine. `auto` offers GPU
     engines the other way too."""
     return [
         str(install.executable), "server", "--host", host, "--port", str(port),
-        "--http-host", "127.0.0.1", "--http-port", str(http_port),
+        "--http-host", _HOST, "--http-port", str(http_port),
         "--chunk-size", str(chunk_tokens), "--l1-size-gb", f"{size_bytes / 2**30:.6f}",
         "--eviction-policy", "LRU", "--supported-transfer-mode", "auto",
     ]  # fmt: skip
@@ -92,8 +92,8 @@ class LmcacheServer:
         ports: Sequence[int] = (),
     ) -> None:
         """Start it on `ports` of this machine (its own, and of its metrics; none: free ones)."""
-        port, http_port = ports or _free_ports(2)
-        self.url, self.http_url = f"tcp://127.0.0.1:{port}", f"http://127.0.0.1:{http_port}"
+        port, http_port = ports or (free_port(_HOST), free_port(_HOST))
+        self.url, self.http_url = f"tcp://{_HOST}:{port}", f"http://{_HOST}:{http_port}"
         with open(log or os.devnull, "ab") as output:
             self.process = subprocess.Popen(
                 server_command(install, port, http_port, chunk_tokens, size_bytes),
@@ -105,13 +105,11 @@ class LmcacheServer:
             )
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_S)
+        self.process.kill()
+        self.process.wait()
 
 
 def prepare_lmcache(
@@ -137,11 +135,3 @@ def prepare_lmcache(
         return None
     log.parent.mkdir(parents=True, exist_ok=True)
     return LmcacheServer(install, chunk_tokens, size_bytes, log)
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as open_ones:
-        probes = [open_ones.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]

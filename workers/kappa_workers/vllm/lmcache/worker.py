@@ -1,5 +1,5 @@
 """The worker's half of the LMCache tier. Every transfer is asked for alone, so that one that fails
-costs only itself: the blocks of a lost load are computed anew, a lost store is forgotten. On a
+costs only itself: the blocks of a lost load are computed, a lost store is forgotten. On a
 paced node a load is done when the named node's link would have brought it."""
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from kappa_workers.vllm.lmcache.connector import (
+from kappa_workers.vllm.lmcache.base import (
     LOAD,
     STORE,
-    LmcacheConnector,
+    LmcacheBase,
     LmcacheMetadata,
     LmcacheWorkerMeta,
     Stored,
@@ -37,7 +37,7 @@ class _Load:
     lost: bool = False
 
 
-class LmcacheWorker(LmcacheConnector, LoadSource):
+class LmcacheWorker(LmcacheBase, LoadSource):
     """Transfers of one worker process."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -138,7 +138,8 @@ class LmcacheWorker(LmcacheConnector, LoadSource):
     # -- what ended ---------------------------------------------------------------------------
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """(requests whose blocks may go, requests whose load has ended, well or not)."""
+        """(requests that may give up their blocks, requests with a load that ended, well or
+        not)."""
         self._waiting.update(self._of_step("")[0].delayed)
         inner, answer = self._link.inner, None
         if inner is not None:

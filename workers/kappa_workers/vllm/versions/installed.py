@@ -25,7 +25,7 @@ def series(installed: str) -> str:
 
 
 def installed_version() -> str:
-    """Of the vLLM that is imported here, which a tree before the installed one may shadow."""
+    """The version of the vLLM that is imported here; another tree may shadow the installed one."""
     import vllm
 
     return str(vllm.__version__)
@@ -42,12 +42,4 @@ else:
     from kappa_workers.vllm.versions.v0_31 import Spec31 as SpecNames
     from kappa_workers.vllm.versions.v0_31 import note_use
 
-__all__ = [
-    "KNOWN",
-    "ManagerNames",
-    "SchedulerNames",
-    "SpecNames",
-    "installed_version",
-    "note_use",
-    "series",
-]
+__all__ = ["ManagerNames", "SchedulerNames", "SpecNames", "note_use"]

@@ -32,23 +32,24 @@ class Scheduler29(AsyncScheduler):
         blocked = self._is_blocked_waiting_status(request.status)
         return not blocked or self._try_promote_blocked_waiting_request(request)
 
-    def offer(self, waiting: Iterable[Request], held: Iterable[Request]) -> tuple[Any, Any]:
-        """Have the coming iteration see only these; returns both queues, for `withdraw`."""
+    def expose_only(self, waiting: Iterable[Request], held: Iterable[Request]) -> tuple[Any, Any]:
+        """Let the coming iteration see only these; returns both queues, for `restore`."""
         queues = self.waiting, self.skipped_waiting
         self.waiting, self.skipped_waiting = type(self.waiting)(waiting), type(self.held)(held)
         return queues
 
-    def withdraw(self, queues: tuple[Any, Any]) -> tuple[Any, Collection[Request]]:
-        """Undo `offer`; returns what is left of `waiting`, and whom vLLM deferred."""
+    def restore(self, queues: tuple[Any, Any]) -> tuple[Any, Collection[Request]]:
+        """Undo `expose_only`; returns the rest of `waiting`, and what vLLM deferred."""
         left, deferred = self.waiting, self.skipped_waiting
         self.waiting, self.skipped_waiting = queues
         return left, deferred
 
-    def regroup(self) -> None:
+    def split_blocked(self) -> None:
         """Restore which queue a request waits in after an iteration in vLLM's own order."""
 
     def refuse(self, request: Request) -> None:
-        """End a request with an error before it runs: as one whose grammar does not compile."""
+        """End a request with an error before it runs, as vLLM does where a grammar does not
+        compile."""
         self.grammar_compile_error_reqs.add(request.request_id)
 
 
@@ -85,7 +86,7 @@ class Manager29(CPUOffloadingManager):
         return int(self._get_num_free_blocks())
 
     def drop(self, keys: Collection[OffloadKey]) -> None:
-        """Forget blocks that nobody loads."""
+        """Forget blocks that are not being loaded."""
         for key in keys:
             block = self._policy.get(key)
             assert block is not None and block.ref_cnt == 0

@@ -1,6 +1,6 @@
 """vLLM 0.31 to 0.33: requests that hold KV wait in a queue that is drained first (vLLM's pull
 request 57841), blocked ones without KV among all others, where the rule must not see them: they are
-kept among those that hold KV, as in 0.29, and `regroup` brings them back there. The host tier
+kept among those that hold KV, as in 0.29, and `split_blocked` brings them back there. The host tier
 counts chunks."""
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class Scheduler31(AsyncScheduler):
     def is_ready(self, request: Request) -> bool:
         return bool(self._handle_blocked_waiting_request(request))
 
-    def offer(self, waiting: Iterable[Request], held: Iterable[Request]) -> tuple[Any, Any]:
+    def expose_only(self, waiting: Iterable[Request], held: Iterable[Request]) -> tuple[Any, Any]:
         queues = self.waiting, self.kv_holding_waiting
         self.waiting, self.kv_holding_waiting = type(self.waiting)(waiting), type(self.held)(held)
         self.deferred_waiting.difference_update(self.waiting)
         return queues
 
-    def withdraw(self, queues: tuple[Any, Any]) -> tuple[Any, Collection[Request]]:
+    def restore(self, queues: tuple[Any, Any]) -> tuple[Any, Collection[Request]]:
         left = self.waiting
         self.waiting, self.kv_holding_waiting = queues
         return left, self.deferred_waiting
 
-    def regroup(self) -> None:
+    def split_blocked(self) -> None:
         """Restore which queue a request waits in after an iteration in vLLM's own order."""
         for request in self.deferred_waiting:
             blocked = self._is_blocked_waiting_status(request.status)
