@@ -1,12 +1,15 @@
 """The compiled sums from which engines are learnt, against numpy and the standard library."""
 
 import statistics
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kappa import formulas
+from kappa.compiled import interpreted
 from kappa_router import estimator
 from kappa_router.estimator import GAP, LOAD, STEP, TTFT, Observation, middle, observed, spreads
 
@@ -50,3 +53,22 @@ def test_fit_leaves_nan_for_its_caller_to_check():
     prior = estimator.Prior(some, some, np.ones(23), np.ones(23))
     estimator.fit(table(steps(np.nan, 8)), theta, prior, np.ones(4), np.ones(1))
     assert np.isnan(theta).any()
+
+
+FIGURES = st.floats(0.0, 1e-2)
+
+
+@given(
+    st.fixed_dictionaries(dict.fromkeys(estimator.CONSTANTS, FIGURES)), st.floats(0, 1),
+    st.floats(0, 1), st.tuples(st.floats(1.0, 1e5), st.floats(0.0, 1e5), st.floats(0.0, 1e5)),
+)  # fmt: skip
+def test_expected_step_is_that_of_the_formulas(figures, idle, exposed, work):
+    figures |= {"expert_idle": idle, "exposed": exposed}
+    values = np.array([figures[name] for name in estimator.CONSTANTS])
+    tokens, pairs, reads = work
+    row = Observation(STEP, 1.0, steps=1.0, tokens=tokens, pairs=pairs, reads=reads)
+    theta = np.zeros(estimator.PARAMETERS)
+    nothing = np.zeros((len(theta), len(theta)))
+    found, _ = estimator.expected(table(row), theta, nothing, values, np.zeros(len(values)))
+    wanted_s = interpreted(formulas.steps_s)(SimpleNamespace(**figures), 1.0, *work)
+    assert found[0] == pytest.approx(wanted_s, rel=1e-9, abs=1e-8)
