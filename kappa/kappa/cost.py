@@ -4,8 +4,9 @@ A step computes GEMMs of 2P FLOPs per new token while it reads its weights, of a
 the experts that its tokens touch; then it attends, 4·L·n_q·d per pair of query and key while it
 reads the KV of every context. Under tensor parallelism each token is summed over the GPUs twice a
 layer. Beyond paper 001 (``kappa.paper``: F = 2P) attention, reads and sums count. Numbers may be
-arrays, except where a docstring says otherwise. The formulas stand in ``kappa.formulas``, which the
-router's compiled loops call, too. Seconds are a node's own, undilated, unless a name says ``real``.
+arrays, except where a docstring says otherwise. The formulas stand in ``kappa.step_seconds``, which
+the router's compiled loops call, too. Seconds are a node's own, undilated, unless a name says
+``real``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa import formulas
+from kappa import step_seconds
 from kappa.checks import check_not_negative, check_positive, record_from, refusal
 from kappa.compiled import interpreted
 from kappa.hardware import NodeProfile
@@ -62,11 +63,16 @@ N = TypeVar("N", float, Floats)
 
 Bound = Literal["memory", "compute"]
 
-_chunk_pairs, _decode_pairs = map(interpreted, (formulas.chunk_pairs, formulas.decode_pairs))
-_computing_s, _steps_s = interpreted(formulas.computing_s), interpreted(formulas.steps_s)
-_weights_s = interpreted(formulas.weights_read_s)
-_transfer_s, _limited = interpreted(formulas.transfer_s), interpreted(formulas.limited_tokens)
-_steps_arrays_s: Any = interpreted(formulas.steps_s, max=np.maximum)
+_chunk_pairs, _decode_pairs = map(
+    interpreted, (step_seconds.chunk_pairs, step_seconds.decode_pairs)
+)
+_computing_s, _steps_s = interpreted(step_seconds.computing_s), interpreted(step_seconds.steps_s)
+_weights_s = interpreted(step_seconds.weights_read_s)
+_transfer_s, _limited = (
+    interpreted(step_seconds.transfer_s),
+    interpreted(step_seconds.limited_tokens),
+)
+_steps_arrays_s: Any = interpreted(step_seconds.steps_s, max=np.maximum)
 
 # A context so long that the pairs among the new tokens do not count.
 _FAR_TOKENS = 1_000_000.0

@@ -16,18 +16,18 @@ import math
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
-from kappa import formulas
+from kappa import step_seconds
 from kappa.compiled import interpreted
 from kappa.cost import StepModel, StepWork, decode_work
 from kappa.silicon import SiliconTable
 from kappa_simulator.job import SimulatedJob
 
-_factor = interpreted(formulas.factor)
+_factor = interpreted(step_seconds.factor)
 
 
 def factor_of(factors: tuple[float, ...], tokens: float) -> float:
     """What a step of `tokens` takes over what its constants say, by factors as
-    `kappa_router.estimator.EngineSpeed` has them."""
+    `kappa_router.engine_fit.EngineSpeed` has them."""
     return _factor(factors, tokens) if factors else 1.0
 
 

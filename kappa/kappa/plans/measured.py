@@ -116,7 +116,7 @@ _LEAST_SHARE = 1e-3
 
 
 class _Law:
-    """`kappa.formulas.steps_s` over measured steps, with the slopes of its logarithm.
+    """`kappa.step_seconds.steps_s` over measured steps, with the slopes of its logarithm.
 
     Constants are a vector in the order of `_FITTED`.
     """

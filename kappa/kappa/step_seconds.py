@@ -2,7 +2,8 @@
 
 Of scalars, compiled once; those that are typed so take arrays in Python, too. `kappa.cost` calls
 them from Python, for simulated and real engines; the router's compiled loops call them over their
-records (`router.pricing`, `router.estimator`). Seconds are those of the constants that are given.
+records (`kappa_router.ttft`, `kappa_router.engine_fit`). Seconds are those of the constants that
+are given.
 
 A step computes GEMMs and reads weights beside each other, then attends: its computing and its KV
 reads overlap neither with GEMMs nor with weight reads. Held against tables of real GPUs in

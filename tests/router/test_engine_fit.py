@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kappa import formulas
+from kappa import step_seconds
 from kappa.compiled import interpreted
-from kappa_router import estimator
-from kappa_router.estimator import GAP, LOAD, STEP, TTFT, Observation, middle, observed, spreads
+from kappa_router import engine_fit
+from kappa_router.engine_fit import GAP, LOAD, STEP, TTFT, Observation, middle, observed, spreads
 
 
 def table(*rows):
-    return np.array([tuple(row) for row in rows], dtype=estimator.OBSERVATION)
+    return np.array([tuple(row) for row in rows], dtype=engine_fit.OBSERVATION)
 
 
 def steps(seconds, tokens, **more):
@@ -50,8 +50,8 @@ def test_spread_is_about_the_middle_since_the_last_change():
 
 def test_fit_leaves_nan_for_its_caller_to_check():
     theta, some = np.zeros(23), np.full(9, 1e-3)
-    prior = estimator.Prior(some, some, np.ones(23), np.ones(23))
-    estimator.fit(table(steps(np.nan, 8)), theta, prior, np.ones(4), np.ones(1))
+    prior = engine_fit.Prior(some, some, np.ones(23), np.ones(23))
+    engine_fit.fit(table(steps(np.nan, 8)), theta, prior, np.ones(4), np.ones(1))
     assert np.isnan(theta).any()
 
 
@@ -59,16 +59,16 @@ FIGURES = st.floats(0.0, 1e-2)
 
 
 @given(
-    st.fixed_dictionaries(dict.fromkeys(estimator.CONSTANTS, FIGURES)), st.floats(0, 1),
+    st.fixed_dictionaries(dict.fromkeys(engine_fit.CONSTANTS, FIGURES)), st.floats(0, 1),
     st.floats(0, 1), st.tuples(st.floats(1.0, 1e5), st.floats(0.0, 1e5), st.floats(0.0, 1e5)),
 )  # fmt: skip
 def test_expected_step_is_that_of_the_formulas(figures, idle, exposed, work):
     figures |= {"expert_idle": idle, "exposed": exposed}
-    values = np.array([figures[name] for name in estimator.CONSTANTS])
+    values = np.array([figures[name] for name in engine_fit.CONSTANTS])
     tokens, pairs, reads = work
     row = Observation(STEP, 1.0, steps=1.0, tokens=tokens, pairs=pairs, reads=reads)
-    theta = np.zeros(estimator.PARAMETERS)
+    theta = np.zeros(engine_fit.PARAMETERS)
     nothing = np.zeros((len(theta), len(theta)))
-    found, _ = estimator.expected(table(row), theta, nothing, values, np.zeros(len(values)))
-    wanted_s = interpreted(formulas.steps_s)(SimpleNamespace(**figures), 1.0, *work)
+    found, _ = engine_fit.expected(table(row), theta, nothing, values, np.zeros(len(values)))
+    wanted_s = interpreted(step_seconds.steps_s)(SimpleNamespace(**figures), 1.0, *work)
     assert found[0] == pytest.approx(wanted_s, rel=1e-9, abs=1e-8)

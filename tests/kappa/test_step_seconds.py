@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from kappa import formulas
+from kappa import step_seconds
 from kappa.compiled import interpreted
 from kappa.cost import StepModel
 
@@ -26,7 +26,7 @@ def record(constants):
 def of(request):
     """A formula by its name, either way."""
     turn = interpreted if request.param == "interpreted" else lambda function: function
-    return lambda name: turn(getattr(formulas, name))
+    return lambda name: turn(getattr(step_seconds, name))
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def step(of):
 
 def made(of, **others):
     constants = CONSTANTS | others
-    compiled = of("limit_s") is formulas.limit_s
+    compiled = of("limit_s") is step_seconds.limit_s
     return record(constants) if compiled else StepModel(**constants)
 
 
@@ -106,7 +106,7 @@ def test_limited_tokens_are_whole_tiles_within_the_limit(of, step, late, tiles):
     # 4 decode over 800: limit 2.25, of it 0.8 to read their KV and 0.2 fixed: 1.25 for GEMMs, 1.21
     # beside theirs: 121 tokens, 125 with the others, 0.98 tiles; late by 2: 246, or 1.92 tiles.
     found = of("limited_tokens")(step, 2.5, 4.0, 800.0, 0.0, late)
-    assert found == tiles * formulas.TILE_TOKENS
+    assert found == tiles * step_seconds.TILE_TOKENS
 
 
 @pytest.mark.parametrize("most, decoding", [(0.0, 4.0), (2.5, 0.0)])
@@ -116,8 +116,8 @@ def test_limited_tokens_is_infinite_where_nothing_bounds_a_step(of, step, most, 
 
 def test_interpreted_formulas_take_arrays():
     new = np.array([10.0, 20.0])
-    pairs = interpreted(formulas.chunk_pairs)(new, np.array([100.0, 0.0]))
+    pairs = interpreted(step_seconds.chunk_pairs)(new, np.array([100.0, 0.0]))
     assert pairs.tolist() == [1050.0, 200.0]
-    assert interpreted(formulas.computing_s)(new, pairs, 0.01, 0.0001) == pytest.approx(
+    assert interpreted(step_seconds.computing_s)(new, pairs, 0.01, 0.0001) == pytest.approx(
         [0.205, 0.22]
     )

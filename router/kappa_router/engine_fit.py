@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa import formulas
+from kappa import step_seconds
 from kappa.compiled import compiled, interpreted
 from kappa.cost import StepLimit, StepModel, batch_work, transfer_s
 
@@ -63,7 +63,7 @@ CONSTANTS = (
     "token_s", "pair_s", "weights_s", "context_token_s", "fixed_s", "load_token_s", "load_fixed_s",
     "overhead_s", "disk_token_s", "experts_s", "comm_token_s", "expert_idle", "exposed",
 )  # fmt: skip
-PARAMETERS = len(CONSTANTS) + formulas.FACTORS
+PARAMETERS = len(CONSTANTS) + step_seconds.FACTORS
 FACTOR_WIDTH = 0.25
 _TAIL = 4.0
 _MOST_STEP = 1.0
@@ -77,7 +77,7 @@ Places = NDArray[np.intp]
 Work = list[tuple[int, int]]
 """A step's requests: the new tokens of each, and the tokens of its context before them."""
 
-_factor = interpreted(formulas.factor)
+_factor = interpreted(step_seconds.factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +155,10 @@ def _add_steps(
     gemm_s, attend_s, context_s = tokens * constants[0], pairs * constants[1], reads * constants[3]
     touched = 1.0 - constants[11] ** tokens if constants[9] > 0 else 0.0
     weights_s, exposed = constants[2] + constants[9] * touched, constants[12]
-    low, share = formulas.place(formulas.FACTORS, tokens)
+    low, share = step_seconds.place(step_seconds.FACTORS, tokens)
     first = len(constants) + low
     scale = count * math.exp((1 - share) * theta[first] + share * theta[first + 1])
-    # `formulas.steps_s` by its parts, whose slopes are wanted, too.
+    # `step_seconds.steps_s` by its parts, whose slopes are wanted, too.
     gemm, weights = (1.0, exposed) if gemm_s >= weights_s else (exposed, 1.0)
     beside_s = gemm * gemm_s + weights * weights_s + max(attend_s, context_s)
     seconds = scale * (beside_s + tokens * constants[10] + constants[4])
