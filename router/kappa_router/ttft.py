@@ -1,4 +1,4 @@
-"""Prices of a request on every worker: compiled arithmetic over the fleet's records.
+"""The time to first token of a request on every worker: its price, by compiled arithmetic.
 
 Each formula is for one worker, in real seconds; the loops over workers stand at the end.
 `router.fleet` keeps the records; the formulas of a step are those of `kappa.step_seconds`. Queues
@@ -22,23 +22,20 @@ from kappa_router.decision import Floats, Slots
 _IDENTITY = (
     "load_token_s", "load_fixed_s", "disk_token_s", "token_s", "pair_s", "weights_s",
     "context_token_s", "fixed_s", "experts_s", "expert_idle", "exposed", "comm_token_s",
-    "overhead_s", "dilation", "budget_tokens", "step_factor",
-    "capacity_tokens", "max_sequences", "kappa_crit", "h2d_bytes_per_s", "flops_per_s",
-    "cost_per_hour", "net_tokens_per_s", "seen_s",
+    "overhead_s", "dilation", "budget_tokens", "step_factor", "capacity_tokens", "max_sequences",
+    "kappa_crit", "h2d_bytes_per_s", "flops_per_s", "cost_per_hour", "net_tokens_per_s", "seen_s",
     "compute_sd", "link_sd", "overhead_sd_s", "ttft_sd",
 )  # fmt: skip
 # Reserved and not done, on link and gpu: since when, and how much, the engine computes at the head
 # of its queue; requests and tokens by state; gpu seconds of the prompts of all in flight, computed
-# or not; recent use, as of `used_s`; the network card, and the host tier's room, of which a part is
-# promised to fetches; and `factor` of a step of those that decode, and of one with one more, whose
-# weight reads are kept, too: they change when a request begins or ends, and logarithms and powers
-# are most of what a price costs.
+# or not; recent use, as of `used_s`; the network card; the host tier's room, and what of it is
+# promised to fetches; `factor` of a step of those that decode, and of one with one more, with its
+# weight reads: kept, since logarithms and powers are most of what a price costs.
 _LOAD = (
     "link_reserved_s", "link_free_s", "gpu_reserved_s", "gpu_since_s", "gpu_head_s", "in_flight",
     "waiting", "queued_tokens", "resident_tokens", "decoding", "decode_context_tokens", "prompts_s",
     "gpu_use", "loads_per_s", "prefills_per_s", "used_s", "net_free_s",
-    "spare_tokens", "promised_tokens", "decoding_factor", "one_more_factor",
-    "one_more_weights_s",
+    "spare_tokens", "promised_tokens", "decoding_factor", "one_more_factor", "one_more_weights_s",
 )  # fmt: skip
 # `factors`: as `kappa_router.engine_fit.EngineSpeed` has them.
 _FIGURES = tuple((name, np.float64) for name in (*_IDENTITY, *_LOAD))

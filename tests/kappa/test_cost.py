@@ -125,7 +125,7 @@ def test_tensor_parallelism_adds_sums_over_the_link_between_gpus() -> None:
     assert four.token_s == pytest.approx(one.token_s / 4)
 
 
-def test_products_in_eight_bits_take_as_much_less_as_the_gpu_says() -> None:
+def test_products_in_eight_bits_are_as_fast_as_the_gpu_says() -> None:
     eight = replace(LLAMA, weight_dtype_bytes=1.0, gemm_bytes=1.0)
     kept = replace(LLAMA, weight_dtype_bytes=1.0)
     node = replace(PCIE, fp8_speedup=2.0)
@@ -354,7 +354,7 @@ def test_step_limit_is_infinite_without_decodes_or_a_factor():
     assert law.StepLimit(free, 2.5).tokens(4, 4000, 0) == math.inf
 
 
-def test_products_as_long_as_weight_reads_are_granted_whatever_the_limit():
+def test_limit_grants_products_as_long_as_the_weight_reads():
     # Alone 30 + 10 + 1 ms, so 45.1 ms; four contexts of 10,000 tokens and the fixed cost take 41 of
     # them. The weights' 30 ms less 0.4 of those that decode: 296 tokens and 4, of 128 each 2.
     limit = law.StepLimit(replace(LIMITED, weights_s=30e-3), 1.1)

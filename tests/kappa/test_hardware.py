@@ -36,7 +36,7 @@ def test_every_node_is_sourced_and_plausible(name: str) -> None:
     assert (node.gemm_flops_per_s > 0) == ("docs/silicon.md" in node.reference)
 
 
-def test_gpus_that_work_as_one_have_rates_together_and_links_of_their_own() -> None:
+def test_gpus_as_one_add_rates_and_keep_their_own_links() -> None:
     one = node_profile("h100-pcie5")
     four = one.times(2).times(2)
     assert four.gpus == 4 and four.peer_bytes_per_s == one.peer_bytes_per_s

@@ -35,7 +35,7 @@ def test_experts_and_what_a_token_leaves_alone() -> None:
     assert law.expert_params(LLAMA) == (0.0, 0.0)
 
 
-def test_sums_over_gpus_send_twice_all_but_one_share_twice_a_layer() -> None:
+def test_sums_over_gpus_send_a_rings_bytes_twice_a_layer() -> None:
     # 32 layers, twice each 4,096 numbers of two bytes; of four GPUs each sends 2·3/4 of them.
     assert law.all_reduce_bytes(LLAMA, 4) == 32 * 2 * 4_096 * 2 * 1.5
     assert law.all_reduce_bytes(LLAMA, 1) == 0.0

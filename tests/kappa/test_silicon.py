@@ -96,7 +96,7 @@ def test_the_catalogue_has_what_was_fitted_to_llama_8b(system: str) -> None:
     assert all(getattr(node, name) > 0 for name in REACHED)
 
 
-def test_dense_models_they_were_fitted_to_are_within_5_and_15_percent() -> None:
+def test_law_is_within_5_and_15_percent_of_the_fitted_models() -> None:
     median, p90 = pooled(named(kind="dense", of="own"))
     assert median <= 5 and p90 <= 15
 
@@ -116,7 +116,7 @@ def test_mixtures_of_the_gpu_are_within_20_percent_in_the_middle(system: str) ->
     assert pooled(named(system=system, kind="mixture"))[0] <= 20
 
 
-def test_mixtures_are_within_10_percent_in_the_middle_and_31_at_90() -> None:
+def test_law_is_within_10_and_31_percent_of_mixtures() -> None:
     # Goal: 10 and 25.
     median, p90 = pooled(named(kind="mixture"))
     assert median <= 10 and 25 < p90 <= 31
@@ -206,7 +206,7 @@ def test_a_step_of_both_is_made_of_its_parts() -> None:
     assert len(steps.works) == 152 + 75 + 76
 
 
-def test_beyond_its_points_a_table_goes_on_as_the_law_does_and_says_so() -> None:
+def test_table_goes_on_by_the_law_beyond_its_points_and_says_so() -> None:
     table = SiliconTable(**{**vars(silicon_table(TABLE)), "beyond": set()})
     inside = table.step_s([(8192, 0)])
     assert table.beyond == set()
@@ -233,7 +233,7 @@ def test_a_step_that_is_no_step_is_refused(chunks, requests, context) -> None:
 
 
 @pytest.mark.parametrize("name", ["h100_sxm/llama-3.1-8b/tp2", "l4/llama-3.1-8b/tp1", "h100"])
-def test_a_table_that_is_not_there_is_refused_with_those_that_are(name: str) -> None:
+def test_unknown_table_is_refused_with_those_that_are_known(name: str) -> None:
     with pytest.raises(ValueError, match=rf"no table of silicon named '{name}'.*{TABLE}"):
         silicon_table(name)
 

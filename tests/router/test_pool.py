@@ -90,7 +90,7 @@ def test_worker_that_comes_back_finds_its_forecast_empty():
     assert len(made.workers["a"].queue) == 0
 
 
-def test_calibration_begins_again_where_the_announced_node_changes():
+def test_calibration_begins_again_when_the_node_changes():
     made = router("a")
     learnt = made.workers["a"].calibration
     made.join(announcement("a"), 2.0)

@@ -105,7 +105,7 @@ def test_a_bad_file_is_refused_with_the_node_and_the_reason(tmp_path, text, mess
     assert str(path) in str(error.value)
 
 
-def test_a_node_of_silicon_lasts_by_its_table_and_announces_its_gpus_law(tmp_path, shape):
+def test_node_of_silicon_lasts_by_its_table_and_tells_its_law(tmp_path, shape):
     path = tmp_path / "real.yaml"
     name = "h100_sxm/llama-3.1-8b/tp1"
     path.write_text(f"- {{kind: h100, silicon: {name}, cost_per_hour: 2.0}}")

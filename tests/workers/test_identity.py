@@ -117,7 +117,7 @@ def test_announcement_carries_the_steps_and_loads_measured() -> None:
     assert said(worker_plan(paced("pcie")), measured=ENGINE).step != step
 
 
-def test_a_fit_that_one_of_ten_steps_of_a_kind_defies_is_not_used() -> None:
+def test_fit_with_a_tenth_of_a_kind_far_off_is_not_used() -> None:
     errors = {"prefill": [0.05, 0.12], "decode": [0.1, 0.31]}
     measured = ENGINE | {"step": STEP | {"errors": errors}}
     announcement = said(worker_plan(node_profile("pcie")), measured=measured)

@@ -115,6 +115,12 @@ def model_row(name: str, nodes: Sequence[str]) -> dict[str, Any]:
     return row
 
 
+Silicon = Annotated[
+    str | None,
+    typer.Option(help="Beside a table of real GPUs, system/model/tpN (docs/silicon.md)."),
+]
+
+
 def explain(
     model: Annotated[str, typer.Option("--model", help="Built-in name or config.json.")],
     cached: Annotated[int, typer.Option("--cached", min=0, help="Tokens in the host tier.")],
@@ -135,10 +141,7 @@ def explain(
         float, typer.Option(min=0, help="GB/s of KV that the node's CPU attends to; 0: none.")
     ] = 0.0,
     activations: Annotated[bool, typer.Option(help="Activations are stored beside the KV.")] = True,
-    silicon: Annotated[
-        str | None,
-        typer.Option(help="Beside a table of real GPUs, system/model/tpN (docs/silicon.md)."),
-    ] = None,
+    silicon: Silicon = None,
     kv_dtype: KvDtype = "auto",
     json_output: Json = False,
 ) -> None:
