@@ -90,6 +90,15 @@ def test_worker_that_comes_back_finds_its_forecast_empty():
     assert len(made.workers["a"].queue) == 0
 
 
+def test_calibration_begins_again_where_the_announced_node_changes():
+    made = router("a")
+    learnt = made.workers["a"].calibration
+    made.join(announcement("a"), 2.0)
+    assert made.workers["a"].calibration is learnt
+    made.join(replace(announcement("a"), kv_bytes_per_token=1.0), 3.0)
+    assert made.workers["a"].calibration is not learnt
+
+
 def test_report_is_a_sign_of_life_and_corrects_the_forecast():
     made = router("a")
     state = made.workers["a"]

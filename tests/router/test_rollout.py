@@ -113,3 +113,10 @@ def test_prefix_hash_without_a_prompt_goes_by_the_session():
 
 def test_settings_offer_the_balancers_that_can_be_emulated():
     assert tuple(PRESENT) == front._PRESENT
+
+
+def test_other_is_the_rule_that_steers_where_ours_does_not():
+    rollout = Rollout.parse("canary:50", "round-robin")
+    for name in map(str, range(50)):
+        steers = None if rollout.arm(name) == "kappa" else rollout.present
+        assert rollout.other(name) is steers

@@ -456,3 +456,13 @@ def test_handed_prefix_comes_into_the_host_tier():
     assert estimates.device_tokens.tolist() == [16.0]
     assert estimates.cached_tokens.tolist() == [16.0]
     assert estimates.new_tokens.tolist() == [133.0]
+
+
+def test_handed_prefix_is_read_from_no_disk():
+    made, tokens = router("a"), prompt(165)
+    made.blocks([stored("a", tokens[:16]), stored("a", tokens[:64], tier="disk")])
+    alone = made.explain(ask(tokens=165), 1.0).estimates
+    handed = made.explain(ask(tokens=165, handed_tokens=40), 1.0).estimates
+    # Behind the device's 16 the disk holds 48; of these 16 are handed over.
+    assert (alone.cached_tokens.tolist(), alone.disk_tokens.tolist()) == ([48.0], [48.0])
+    assert (handed.cached_tokens.tolist(), handed.disk_tokens.tolist()) == ([48.0], [32.0])

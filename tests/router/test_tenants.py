@@ -360,6 +360,13 @@ def test_limiter_checks_a_request_without_taking_it():
     assert "per minute" in str(refused(limiter.check, "alice", 0.0))
 
 
+def test_limiter_checks_a_body_of_unknown_length_as_one_request():
+    limiter = TenantLimiter(Allowance(requests_per_minute=1))
+    limiter.check("alice", 0.0)
+    limiter.enter("alice", 0.0, 1 << 20)
+    assert "per minute" in str(refused(limiter.check, "alice", 0.0))
+
+
 def test_limiter_checks_a_long_body_as_several_requests():
     limiter = TenantLimiter(Allowance(requests_per_minute=3))
     limiter.check("alice", 0.0, 3 << 20)

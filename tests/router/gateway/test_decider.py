@@ -272,6 +272,29 @@ async def test_deadlines_504_is_no_failure():
         assert here.scene.ends == [("a", "deadline")]
 
 
+@pytest.mark.parametrize(("status", "tokens_left"), [(504, "900"), (500, "1000")])
+async def test_deadlines_504_alone_pays_for_what_was_computed(status, tokens_left):
+    late = {"x-request-id": "r", "x-kappa-deadline-ms": "1", **ALICE}
+    async with deciding("a", access=access_of(alice=Allowance(tokens_per_minute=1000))) as here:
+        await here.ask(headers=late)
+        here.flights.ended(end("r", status))
+        assert left(here) == tokens_left
+
+
+async def test_request_without_an_answer_pays_nothing():
+    async with deciding("a", access=access_of(alice=Allowance(tokens_per_minute=1000))) as here:
+        await here.ask(headers={"x-request-id": "r", **ALICE})
+        here.flights.ended(end("r", 0, ("UF",)))
+        assert left(here) == "1000"
+
+
+async def test_refusal_of_a_worker_ends_without_its_report():
+    async with deciding("a", foreign=False) as here:
+        await here.ask(headers={"x-request-id": "r"})
+        here.flights.ended(end("r", 400))
+        assert idle(here)
+
+
 async def test_tail_of_an_end_says_what_was_used():
     async with deciding("a", access=access_of(alice=Allowance(tokens_per_minute=1000))) as here:
         await here.ask(body={"max_tokens": 500}, headers={"x-request-id": "r", **ALICE})
