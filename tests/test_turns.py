@@ -58,7 +58,7 @@ def test_the_report_says_what_is_played():
 
 @pytest.mark.parametrize("turn", ["-1", "x", "1.5", "²"])
 def test_a_turn_that_is_no_number_is_refused(turn):
-    with pytest.raises(ValueError, match=r"KAPPA_TURN is .*set it to 0 to 3"):
+    with pytest.raises(ValueError, match=r"KAPPA_TURN is .*set it to 0 to 5"):
         why_not(NAMES[0], {TURN: turn})
 
 

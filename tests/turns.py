@@ -16,6 +16,8 @@ GROUPS = (
     ("test_models", "test_own_engines"),
     ("test_faults", "test_deciders"),
     ("test_drop_in", "test_front_door"),
+    ("test_transfer", "test_token_ids"),
+    ("test_lmcache", "test_scheduler_bench"),
 )
 """Files of `tests/live`, without their suffix; the groups take about as long as each other."""
 

@@ -15,6 +15,7 @@ import pytest
 from kappa.settings.cluster import home
 from kappa_workers.vllm.lmcache.server import LmcacheInstall, LmcacheMissingError, LmcacheServer
 from tests.live.tier_engine import BLOCK, CONTEXT, TierEngine
+from tests.turns import by_turns
 
 TIMEOUT_S = 1.0
 SERVER_BYTES = 1 << 24
@@ -27,7 +28,10 @@ except LmcacheMissingError as error:
 else:
     WHY = ""
 
-pytestmark = [pytest.mark.live, pytest.mark.vllm, pytest.mark.skipif(bool(WHY), reason=WHY)]
+pytestmark = [
+    pytest.mark.live, pytest.mark.vllm, pytest.mark.skipif(bool(WHY), reason=WHY),
+    by_turns(__file__),
+]  # fmt: skip
 
 
 class Setting:

@@ -2,7 +2,9 @@
 
 import pytest
 
-pytestmark = [pytest.mark.live, pytest.mark.vllm]
+from tests.turns import by_turns
+
+pytestmark = [pytest.mark.live, pytest.mark.vllm, by_turns(__file__)]
 
 
 @pytest.mark.usefixtures("fresh_environment")

@@ -14,8 +14,9 @@ from kappa.settings.cluster import load_settings
 from kappa_deploy.app.model import prepare_model
 from kappa_router.api.render import PromptRenderer
 from kappa_router.api.request_body import RequestBody
+from tests.turns import by_turns
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, by_turns(__file__)]
 
 CHATS = 200
 AT_ONCE = 16

@@ -16,8 +16,9 @@ import pytest
 
 from kappa.protocol import PEER_PARAM
 from tests.live.tier_engine import BLOCK, TierEngine
+from tests.turns import by_turns
 
-pytestmark = [pytest.mark.live, pytest.mark.vllm]
+pytestmark = [pytest.mark.live, pytest.mark.vllm, by_turns(__file__)]
 
 TOKENS = 700
 WHOLE = TOKENS // BLOCK * BLOCK
