@@ -3,8 +3,8 @@
 A step costs 2P FLOPs per new token and 4·L·n_q·d per pair of query and key, and reads the weights
 once and the KV of every context; it lasts the longer of computing and reading, plus a fixed cost.
 Beyond paper 001 (``kappa.paper``: F = 2P) attention and the floor of the reads count. Numbers may
-be arrays, except where a docstring says otherwise. The formulas stand in ``kappa.formulas``, which
-the router's compiled loops call, too. Seconds are a node's own, undilated, unless a name says
+be arrays, except where a docstring says otherwise. The formulas stand in ``kappa.step_seconds``,
+which the router's compiled loops call, too. Seconds are a node's own, undilated, unless a name says
 ``real``.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa import formulas
+from kappa import step_seconds
 from kappa.checks import check_not_negative, check_positive, record_from
 from kappa.compiled import interpreted
 from kappa.hardware import NodeProfile
@@ -54,9 +54,12 @@ N = TypeVar("N", float, Floats)
 
 Bound = Literal["memory", "compute"]
 
-_chunk_pairs, _decode_pairs = map(interpreted, (formulas.chunk_pairs, formulas.decode_pairs))
-_computing_s, _reading_s = interpreted(formulas.computing_s), interpreted(formulas.reading_s)
-_transfer_s, _limited = interpreted(formulas.transfer_s), interpreted(formulas.limited_tokens)
+_chunk_pairs = interpreted(step_seconds.chunk_pairs)
+_decode_pairs = interpreted(step_seconds.decode_pairs)
+_computing_s = interpreted(step_seconds.computing_s)
+_reading_s = interpreted(step_seconds.reading_s)
+_transfer_s = interpreted(step_seconds.transfer_s)
+_limited = interpreted(step_seconds.limited_tokens)
 
 # A context so long that the pairs among the new tokens do not count.
 _FAR_TOKENS = 1_000_000.0

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from kappa.slo import ServiceObjective
 from kappa_router.decision import Estimates, RouteRequest
 from kappa_router.fleet import Fleet, Flight
-from kappa_router.pricing import MOST_USE, IdleMedians, bounded_s
+from kappa_router.ttft import MOST_USE, IdleMedians, bounded_s
 
 # The least share of the slack between idle and limit that the costliest requests may use, where
 # many are rejected. So cheap ones go on when not all can: by work, the cluster then serves the most

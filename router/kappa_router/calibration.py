@@ -2,8 +2,8 @@
 
 It learns every kind of worker alike. Ours report steps and loads; of an engine that reports nothing
 there are the times to first tokens, and between tokens. Each is an observation, the seconds that
-some work took; `router.estimator` finds the most probable constants. Effects that physics does not
-explain (tiles, padding, experts) are a factor by the tokens of a step, near 1 unless many
+some work took; `kappa_router.engine_fit` finds the most probable constants. Effects that physics
+does not explain (tiles, padding, experts) are a factor by the tokens of a step, near 1 unless many
 observations say otherwise.
 
 The latest few observations of each kind and size are kept, so that the many steps that decode do
@@ -20,8 +20,8 @@ import numpy as np
 
 from kappa.cost import StepModel, chunk_work
 from kappa.protocol import Announcement, WorkerReport
-from kappa_router import estimator
-from kappa_router.estimator import (
+from kappa_router import engine_fit
+from kappa_router.engine_fit import (
     GAP,
     KINDS,
     LOAD,
@@ -71,7 +71,7 @@ _SHOWN_TOKENS = 2048.0
 _OUTPUTS_KEPT = 256
 _DEFAULT_OUTPUT_TOKENS = 128
 
-_STEP_CONSTANTS = estimator.CONSTANTS[:5]
+_STEP_CONSTANTS = engine_fit.CONSTANTS[:5]
 
 
 class Calibration:
@@ -86,13 +86,13 @@ class Calibration:
     def __init__(self, announced: Announcement, overhead_s: float = 0.0) -> None:
         self._announced = announced
         self._prior = prior = _prior(announced, overhead_s)
-        self._theta = np.zeros(estimator.PARAMETERS)
+        self._theta = np.zeros(engine_fit.PARAMETERS)
         self._noise = np.full(len(KINDS), _FIRST_NOISE)
         self._starts: dict[int, int] = {}
         capacity = 0
         for kind, kept in _KEPT.items():
             self._starts[kind], capacity = capacity, capacity + kept * _SIZES
-        self._rows: Observations = np.zeros(capacity, dtype=estimator.OBSERVATION)
+        self._rows: Observations = np.zeros(capacity, dtype=engine_fit.OBSERVATION)
         self._places: dict[tuple[int, int], int] = {}
         self._latest = {kind: deque[int](maxlen=_RUN) for kind in KINDS}
         self._counts = [0] * len(KINDS)
@@ -105,17 +105,17 @@ class Calibration:
         self._done = np.zeros(6)
         self.believed = True
         # Compiled now rather than while the first request waits.
-        none, counts, _ = estimator.observed(self._rows, np.zeros(len(KINDS)), 1.0)
-        estimator.spreads(none, estimator.errors_of(none, self._theta, prior))
-        estimator.middle(np.zeros(1))
+        none, counts, _ = engine_fit.observed(self._rows, np.zeros(len(KINDS)), 1.0)
+        engine_fit.spreads(none, engine_fit.errors_of(none, self._theta, prior))
+        engine_fit.middle(np.zeros(1))
         # A prompt, a load and an overhead, and what they take as announced.
         tokens = min(_SHOWN_TOKENS, float(announced.max_batch_tokens))
-        self._shown = shown = np.zeros(3, dtype=estimator.OBSERVATION)
+        self._shown = shown = np.zeros(3, dtype=engine_fit.OBSERVATION)
         shown["steps"][0], shown["tokens"][0], shown["reads"][0] = 1.0, tokens, tokens
         shown["pairs"][0] = 0.5 * tokens * tokens
         shown["loads"][1], shown["load_tokens"][1], shown["requests"][2] = 1.0, _SHOWN_TOKENS, 1.0
-        covariance = estimator.fit(none, self._theta, prior, self._noise, counts)
-        self._shown_s, _ = estimator.expected(
+        covariance = engine_fit.fit(none, self._theta, prior, self._noise, counts)
+        self._shown_s, _ = engine_fit.expected(
             shown, self._theta, covariance, prior.values, prior.floors
         )
         self._use(covariance)
@@ -240,10 +240,10 @@ class Calibration:
         self._use(covariance)
         return True
 
-    def _seen(self) -> tuple[Observations, Floats, estimator.Places]:
+    def _seen(self) -> tuple[Observations, Floats, engine_fit.Places]:
         """The observations, the weight of each, and the row of each place among them."""
         counts = np.array(self._counts, dtype=np.float64)
-        rows, later, places = estimator.observed(self._rows, counts, self.compute_scale)
+        rows, later, places = engine_fit.observed(self._rows, counts, self.compute_scale)
         weights = np.where(rows["stale"] > 0, _STALE, 0.5 ** (later / _HALF_LIFE))
         return rows, weights, places
 
@@ -253,13 +253,13 @@ class Calibration:
         """The most probable parameters, their covariance and the errors with them; measures the
         noise about these."""
         theta = start.copy()
-        covariance = estimator.fit(rows, theta, self._prior, self._noise, weights)
+        covariance = engine_fit.fit(rows, theta, self._prior, self._noise, weights)
         if not (np.isfinite(theta).all() and np.isfinite(covariance).all()):
             theta = np.zeros_like(theta)
             covariance = np.diag(self._prior.widths**2)
-            return theta, covariance, estimator.errors_of(rows, theta, self._prior)
-        errors = estimator.errors_of(rows, theta, self._prior)
-        counts, medians = estimator.spreads(rows, errors)
+            return theta, covariance, engine_fit.errors_of(rows, theta, self._prior)
+        errors = engine_fit.errors_of(rows, theta, self._prior)
+        counts, medians = engine_fit.spreads(rows, errors)
         for kind, count in enumerate(counts.tolist()):
             if count:
                 spread = min(_MEDIAN_TO_SD * float(medians[kind]), _MOST_NOISE)
@@ -268,7 +268,7 @@ class Calibration:
                 self._noise[kind] = max(noise, _LEAST_NOISE[kind])
         return theta, covariance, errors
 
-    def _notice_changes(self, rows: Observations, at: estimator.Places) -> bool:
+    def _notice_changes(self, rows: Observations, at: engine_fit.Places) -> bool:
         """Mark observations as stale if all the latest of their kind are off; whether any kind
         changed."""
         errors: Floats | None = None
@@ -279,8 +279,8 @@ class Calibration:
             if not self.believed and kind in (STEP, LOAD):
                 continue
             if errors is None:
-                errors = estimator.errors_of(rows, self._theta, self._prior)
-            off = estimator.middle(errors[at[list(places)]])
+                errors = engine_fit.errors_of(rows, self._theta, self._prior)
+            off = engine_fit.middle(errors[at[list(places)]])
             if abs(off) > max(_CHANGED, _CLEARLY * self._noise[kind]):
                 changed = True
                 for other in _FOLLOW[kind]:
@@ -290,7 +290,7 @@ class Calibration:
                     self._rows["stale"][stale] = 1.0
         return changed
 
-    def _contradicted(self, rows: Observations, at: estimator.Places, errors: Floats) -> bool:
+    def _contradicted(self, rows: Observations, at: engine_fit.Places, errors: Floats) -> bool:
         """Whether the latest first tokens come when they should by the prior, not by what was
         learnt, which is off by `errors`."""
         latest = at[list(self._latest[TTFT])]
@@ -298,15 +298,15 @@ class Calibration:
         if len(judges) < _JUDGES or not (self._counts[STEP] or self._counts[LOAD]):
             return False
         before = self._off(rows[judges], np.zeros_like(self._theta))
-        return estimator.middle(np.abs(errors[judges])) > max(_WRONG, before + _WORSE)
+        return engine_fit.middle(np.abs(errors[judges])) > max(_WRONG, before + _WORSE)
 
     def _off(self, rows: Observations, theta: Floats) -> float:
-        return estimator.middle(np.abs(estimator.errors_of(rows, theta, self._prior)))
+        return engine_fit.middle(np.abs(engine_fit.errors_of(rows, theta, self._prior)))
 
     def _use(self, covariance: Floats) -> None:
         """Derive speed, overhead and certainty from the parameters."""
         announced, (values, floors, _, _), theta = self._announced, self._prior, self._theta
-        found = estimator.constants_of(theta, values, floors)
+        found = engine_fit.constants_of(theta, values, floors)
         step, dilation = announced.step, announced.step.dilation
         constants = found.tolist()
         learnt = {
@@ -328,13 +328,13 @@ class Calibration:
             factors=tuple(theta[len(constants) :].tolist()),
         )
         self.overhead_s = min(constants[7], _MOST_OVERHEAD_S)
-        now_s, sd_s = estimator.expected(self._shown, theta, covariance, values, floors)
+        now_s, sd_s = engine_fit.expected(self._shown, theta, covariance, values, floors)
         self.compute_scale, self.link_scale = (now_s / self._shown_s).tolist()[:2]
         compute_sd, link_sd = (sd_s / now_s).tolist()[:2]
         self.certainty = Certainty(compute_sd, link_sd, float(sd_s[2]), float(self._noise[TTFT]))
 
 
-def _prior(announced: Announcement, overhead_s: float) -> estimator.Prior:
+def _prior(announced: Announcement, overhead_s: float) -> engine_fit.Prior:
     """The prior by an announcement, in real seconds."""
     step, node = announced.step, announced.node
     values = np.array([
@@ -344,8 +344,8 @@ def _prior(announced: Announcement, overhead_s: float) -> estimator.Prior:
     ])  # fmt: skip
     dilations = *[step.dilation] * 5, node.dilation, node.dilation, 1.0, node.dilation
     floors = np.array(_FLOORS) * np.array(dilations)
-    widths = np.full(estimator.PARAMETERS, estimator.FACTOR_WIDTH)
-    most = np.full(estimator.PARAMETERS, math.log(_MOST_FACTOR))
+    widths = np.full(engine_fit.PARAMETERS, engine_fit.FACTOR_WIDTH)
+    most = np.full(engine_fit.PARAMETERS, math.log(_MOST_FACTOR))
     paced = node.source == "paced"
     widths[: len(values)] = math.log(_PACED_WIDTH if paced else _WIDTH)
     most[: len(values)] = math.log(_MOST_MULTIPLE)
@@ -353,7 +353,7 @@ def _prior(announced: Announcement, overhead_s: float) -> estimator.Prior:
     if announced.tier == "lmcache":
         # The link is announced; a server behind it is known by measuring only.
         widths[5:7] = most[5:7] = math.log(_SERVER_MULTIPLE)
-    return estimator.Prior(values, floors, widths, most)
+    return engine_fit.Prior(values, floors, widths, most)
 
 
 def load_token_s(announced: Announcement) -> float:

@@ -52,7 +52,7 @@ class RouterConfig:
     # Learning ends after this number of first tokens; None: never.
     calibrate_requests: int | None = None
     # The most workers that are forecast step by step for every decision; queues of more are
-    # arithmetic (`router.pricing`), which costs microseconds.
+    # arithmetic (`kappa_router.ttft`), which costs microseconds.
     forecast_workers: int = 4
     # Reject requests that would miss their objective (`router.admission`).
     admission: bool = False

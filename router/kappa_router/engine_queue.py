@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from kappa_router.estimator import EngineSpeed, Work
+from kappa_router.engine_fit import EngineSpeed, Work
 
 # A forecast that would take longer than this many steps is cut off: it is "very late" anyway.
 _MAX_STEPS = 2_000

@@ -1,7 +1,7 @@
 """All workers as records of one array, so that a request is priced on every one of them at once.
 
 Joining, reserving and releasing touch one record; `estimate` is one compiled loop over all of them
-(`router.pricing`). Pure: each call takes the time. Seconds are real ones.
+(`kappa_router.ttft`). Pure: each call takes the time. Seconds are real ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from kappa.hardware import NodeProfile
 from kappa.protocol import Announcement
 from kappa.slo import OBJECTIVE, ServiceObjective
-from kappa_router import pricing
+from kappa_router import ttft
 from kappa_router.decision import (
     ESTIMATE,
     Estimates,
@@ -26,7 +26,7 @@ from kappa_router.decision import (
     PricedWorker,
     Slots,
 )
-from kappa_router.estimator import EngineSpeed
+from kappa_router.engine_fit import EngineSpeed
 
 USE_WINDOW_S = 20.0
 _MORE_RECORDS = 8
@@ -105,8 +105,8 @@ class Fleet:
         """Of the worker in each place; empty where there is none."""
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
-        self.records = np.zeros(_MORE_RECORDS, dtype=pricing.WORKER)
-        """A worker in each place (`pricing.WORKER`)."""
+        self.records = np.zeros(_MORE_RECORDS, dtype=ttft.WORKER)
+        """A worker in each place (`ttft.WORKER`)."""
         # By place: the requests with prompts that are not done, in the order of their arrival.
         self._prompts: list[OrderedDict[str, Flight]] = []
         self._nodes: dict[str, NodeProfile] = {}
@@ -122,15 +122,15 @@ class Fleet:
         estimates = self.estimate(
             self._active, 0.0, PricedPrompt(1, 1), Held(nothing, nothing, nothing)
         )
-        pricing.queued_s(records[0], 0.0)
-        pricing.bounded_s(records, 0)
+        ttft.queued_s(records[0], 0.0)
+        ttft.bounded_s(records, 0)
         row = np.zeros(1, dtype=estimates.rows.dtype)
-        pricing.median_idle(records, np.zeros(1, dtype=np.intp), row, 1.0)
-        pricing.reserve(records, 0, row, 0, 0.0, USE_WINDOW_S)
-        pricing.correct(records, 0, (0, 0, 0, 0), (0.0, 0.0, 0), True)
-        pricing.finish_prompt(records, 0, (0.0, 0.0, 0), 0.0)
-        pricing.decode(records, 0, 0, 0)
-        pricing.depart(records, 0, 0, 0.0)
+        ttft.median_idle(records, np.zeros(1, dtype=np.intp), row, 1.0)
+        ttft.reserve(records, 0, row, 0, 0.0, USE_WINDOW_S)
+        ttft.correct(records, 0, (0, 0, 0, 0), (0.0, 0.0, 0), True)
+        ttft.finish_prompt(records, 0, (0.0, 0.0, 0), 0.0)
+        ttft.decode(records, 0, 0, 0)
+        ttft.depart(records, 0, 0, 0.0)
 
     # -- workers ------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class Fleet:
                 self.names.append("")
                 self._prompts.append(OrderedDict())
             if slot == len(self.records):
-                more = np.zeros(len(self.records) + _MORE_RECORDS, dtype=pricing.WORKER)
+                more = np.zeros(len(self.records) + _MORE_RECORDS, dtype=ttft.WORKER)
                 self.records = np.concatenate([self.records, more])
             self._slots[announced.worker] = slot
             self.names[slot] = announced.worker
@@ -194,7 +194,7 @@ class Fleet:
             overhead_s=overhead_s,
             **certainty._asdict(),
         )
-        pricing.decode(self.records, self._slots[worker], 0, 0)
+        ttft.decode(self.records, self._slots[worker], 0, 0)
 
     def reported(
         self, worker: str, now_s: float, spare_tokens: float, net_tokens_per_s: float = 0.0
@@ -234,9 +234,7 @@ class Fleet:
             int(row.new_tokens), estimates.prompt_tokens,
         )  # fmt: skip
         flight.host_tokens, flight.disk_tokens = int(row.cached_tokens), int(row.disk_tokens)
-        flight.beside = pricing.reserve(
-            self.records, slot, estimates.rows, index, now_s, USE_WINDOW_S
-        )
+        flight.beside = ttft.reserve(self.records, slot, estimates.rows, index, now_s, USE_WINDOW_S)
         self._prompts[slot][request_id] = flight
         if estimates.fetch_from:
             flight.fetch_tokens = row.fetch_tokens
@@ -259,7 +257,7 @@ class Fleet:
         first = next(iter(self._prompts[slot].values())) is flight
         context_tokens = flight.prompt_tokens - new_tokens
         found = host_tokens, new_tokens, context_tokens, disk_tokens
-        flight.link_s, flight.gpu_s = pricing.correct(self.records, slot, found, before, first)
+        flight.link_s, flight.gpu_s = ttft.correct(self.records, slot, found, before, first)
         flight.new_tokens = new_tokens
 
     def prefilled(self, flight: Flight, now_s: float) -> None:
@@ -267,21 +265,21 @@ class Fleet:
         if not flight.prefilled:
             self._finish_prompt(flight, now_s)
             flight.prefilled = True
-            pricing.decode(self.records, flight.slot, 1, flight.prompt_tokens)
+            ttft.decode(self.records, flight.slot, 1, flight.prompt_tokens)
 
     def release(self, flight: Flight, now_s: float) -> None:
         if flight.prefilled:
-            pricing.decode(self.records, flight.slot, -1, -flight.prompt_tokens)
+            ttft.decode(self.records, flight.slot, -1, -flight.prompt_tokens)
         else:
             self._finish_prompt(flight, now_s)
-        pricing.depart(self.records, flight.slot, flight.prompt_tokens, flight.gpu_s)
+        ttft.depart(self.records, flight.slot, flight.prompt_tokens, flight.gpu_s)
 
     def _finish_prompt(self, flight: Flight, now_s: float) -> None:
         slot, prompts = flight.slot, self._prompts[flight.slot]
         first = next(iter(prompts.values())) is flight
         del prompts[flight.request_id]
         done = flight.link_s, flight.gpu_s, flight.new_tokens
-        pricing.finish_prompt(self.records, slot, done, now_s)
+        ttft.finish_prompt(self.records, slot, done, now_s)
         if flight.fetch_tokens:
             promised = self.records["promised_tokens"]
             promised[slot] = max(promised[slot] - flight.fetch_tokens, 0.0)
@@ -299,7 +297,7 @@ class Fleet:
 
     def backlog_s(self, worker: str, now_s: float) -> tuple[float, float]:
         """Seconds of queued work on one worker's (link, gpu)."""
-        return pricing.queued_s(self.records[self._slots[worker]], now_s)
+        return ttft.queued_s(self.records[self._slots[worker]], now_s)
 
     def ready(self, now_s: float, stale_after_s: float, exclude: frozenset[str]) -> Slots:
         """Places of the workers that have reported recently and are not excluded."""
@@ -334,7 +332,7 @@ class Fleet:
             fetch_from, rows["fetch_tokens"] = fetch
             source = self._slots[fetch_from]
         request = now_s, USE_WINDOW_S, float(prompt.tokens), float(prompt.output_tokens)
-        pricing.price(self.records, slots, rows, request, source, self._slo)
+        ttft.price(self.records, slots, rows, request, source, self._slo)
         names, nodes = self._active_names, self._active_nodes
         if len(slots) < len(names):
             names = [self.names[slot] for slot in slots]
@@ -344,8 +342,8 @@ class Fleet:
             prompt.session, prompt.output_tokens, nodes, fetch_from,
         )  # fmt: skip
 
-    def idle_s(self, estimates: Estimates) -> pricing.IdleMedians:
-        """As `pricing.median_idle`, for the workers and the request of these estimates."""
-        return pricing.median_idle(
+    def idle_s(self, estimates: Estimates) -> ttft.IdleMedians:
+        """As `ttft.median_idle`, for the workers and the request of these estimates."""
+        return ttft.median_idle(
             self.records, estimates.slots, estimates.rows, float(estimates.prompt_tokens)
         )

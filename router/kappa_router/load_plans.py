@@ -2,9 +2,9 @@
 
 A worker with an engine that executes load plans announces its planner's name and rates. For such
 workers the estimates' link and gpu seconds, and the predicted TTFT, are the plan's; for all others
-loading comes first and computing after it, as `router.pricing` has it. An engine of vLLM does that
-too, but may leave the back of a hit to be computed ("tail"), and load by layers beside the prompt
-of a request that is alone (paper 001, Eq. 4): its row is moved by what that changes.
+loading comes first and computing after it, as `kappa_router.ttft` has it. An engine of vLLM does
+that too, but may leave the back of a hit to be computed ("tail"), and load by layers beside the
+prompt of a request that is alone (paper 001, Eq. 4): its row is moved by what that changes.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from kappa_router.config import RouterConfig, RowPlanner
 from kappa_router.decision import Estimates, Held, MismatchError, PricedPrompt, Slots
 from kappa_router.engine_queue import EngineJob, EngineQueue
 from kappa_router.fleet import Fleet, Flight
-from kappa_router.index.kv_events import KVEvent, WorkerGone, WorkerReset
+from kappa_router.index.kv_event_types import KVEvent, WorkerGone, WorkerReset
 from kappa_router.index.prefix_hash import PrefixHasher
 from kappa_router.index.prefix_index import PrefixIndex
 

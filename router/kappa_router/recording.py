@@ -18,7 +18,7 @@ import numpy as np
 from kappa.protocol import Announcement, WorkerReport
 from kappa_router.config import RouterConfig
 from kappa_router.decision import Decision, NoWorkerError, RouteRequest
-from kappa_router.index.kv_events import (
+from kappa_router.index.kv_event_types import (
     BlocksRemoved,
     BlocksStored,
     KVEvent,

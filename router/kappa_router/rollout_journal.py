@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from kappa.protocol import Announcement
-from kappa_router.estimator import EngineSpeed
+from kappa_router.engine_fit import EngineSpeed
 from kappa_router.index.prefix_hash import UInt64s
 from kappa_router.router import Router
 

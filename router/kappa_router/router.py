@@ -14,7 +14,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa_router import pricing
+from kappa_router import ttft
 from kappa_router.admission import alone_s, delay_s, evaluate, limits
 from kappa_router.config import RouterConfig
 from kappa_router.decision import (
@@ -41,7 +41,7 @@ class Router(Pool):
         super().__init__(config)
         # Compiled now rather than while the first request waits.
         none = np.zeros((3, 0))
-        pricing.leading_tokens(none.astype(np.int64), self.columns, self.columns, 0, 1, none)
+        ttft.leading_tokens(none.astype(np.int64), self.columns, self.columns, 0, 1, none)
 
     # -- decisions ----------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ class Router(Pool):
         if self.config.admission:
             row = estimates.row(index)
             flight.tpot_s = alone_s(row)
-            flight.bounded_s = pricing.bounded_s(self.fleet.records, estimates.slots[index])
+            flight.bounded_s = ttft.bounded_s(self.fleet.records, estimates.slots[index])
             self.lateness.sent(flight, now_s, delay_s(row))
         return decision
 
@@ -205,7 +205,7 @@ class Router(Pool):
         usable = (prompt.tokens - 1) // size
         held = model.index.match_columns(hashes, usable)
         tokens = np.empty((3, len(slots)))
-        pricing.leading_tokens(held, self.columns, slots, usable, size, tokens)
+        ttft.leading_tokens(held, self.columns, slots, usable, size, tokens)
         device, cached, disk = tokens
         servers: dict[str, list[int]] = {}
         for row, slot in enumerate(slots if self.tiers_shared else ()):

@@ -23,7 +23,7 @@ from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.protocol import Announcement
 from kappa_router.index.hash_table import HashTable, Int32s, UInt64s
-from kappa_router.index.kv_events import Tier
+from kappa_router.index.kv_event_types import Tier
 from kappa_router.index.prefix_index import PrefixIndex
 
 BYTES_PER_TOKEN = 4

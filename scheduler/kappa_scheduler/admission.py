@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kappa_scheduler.blocks import Ledger
 from kappa_scheduler.loads import JustInTime
-from kappa_scheduler.tenants import FAR_AHEAD, IN_TURN
+from kappa_scheduler.tenant_charges import FAR_AHEAD, IN_TURN
 from kappa_scheduler.work import BUDGET, CAP, LINK, RESERVED, SLOTS, VRAM, Quote, Room, Work
 
 Floats = NDArray[np.float64]

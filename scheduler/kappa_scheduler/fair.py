@@ -30,7 +30,7 @@ from kappa_scheduler.admission import AdmissionRound, Candidate, WindowFill
 from kappa_scheduler.blocks import Changes, Ledger
 from kappa_scheduler.config import FairConfig, LinkRates
 from kappa_scheduler.loads import JustInTime
-from kappa_scheduler.tenants import FAR_AHEAD, IN_TURN, TenantQueues
+from kappa_scheduler.tenant_charges import FAR_AHEAD, IN_TURN, TenantQueues
 from kappa_scheduler.work import BUDGET, CAP, LINK, PENDING, SLOTS, Plan, Room, Work, last_in_line
 
 # Weight of the newest answer in their mean length.

@@ -117,7 +117,7 @@ class NodeModel:
     # For KV fetched from a peer.
     block_bytes: float = 0.0
     network_bytes_per_s: float = 25e9
-    # Of its steps, as `kappa_router.estimator.EngineSpeed` has them.
+    # Of its steps, as `kappa_router.engine_fit.EngineSpeed` has them.
     factors: tuple[float, ...] = ()
     disk_blocks: int = 0
     # Seconds that a block of a load takes besides if it comes from disk.

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from kappa import formulas
+from kappa import step_seconds
 from kappa.cost import StepModel, StepParts
 from kappa_simulator.job import SimulatedJob
 
@@ -29,12 +29,12 @@ def step_parts(
 ) -> StepParts[float]:
     """Parts of one step over [(new tokens, context before them)] and requests that decode.
 
-    factors: as `kappa_router.estimator.EngineSpeed` has them.
+    factors: as `kappa_router.engine_fit.EngineSpeed` has them.
     """
     parts = step.batch(chunks, requests, context)
     if not factors:
         return parts
-    times = formulas.factor(factors, requests + sum(new for new, _ in chunks))
+    times = step_seconds.factor(factors, requests + sum(new for new, _ in chunks))
     return StepParts(*(part * times for part in parts))
 
 
@@ -51,7 +51,7 @@ class DecodeRun:
         factors: tuple[float, ...] = (),
     ) -> None:
         compute_s, read_s, self._fixed_s = step_parts(step, (), requests, context_tokens, factors)
-        grown = requests * formulas.factor(factors, requests) if factors else requests
+        grown = requests * step_seconds.factor(factors, requests) if factors else requests
         compute, read = (compute_s, grown * step.pair_s), (read_s, grown * step.context_token_s)
         # The line that is higher at the start, the other, and the first step at which it overtakes.
         self._first, self._second = (compute, read) if compute[0] >= read[0] else (read, compute)

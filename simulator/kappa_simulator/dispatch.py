@@ -12,7 +12,7 @@ import numpy as np
 
 from kappa.protocol import Admission, Announcement, WorkerReport
 from kappa_router.decision import NoWorkerError, RouteRequest
-from kappa_router.index.kv_events import StreamCursor, Tier, WorkerReset
+from kappa_router.index.kv_event_types import StreamCursor, Tier, WorkerReset
 from kappa_router.index.prefix_index import PrefixIndex
 from kappa_router.router import Router
 from kappa_simulator.cache import Ids, TierCache

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from kappa_router.index.kv_events import Tier
+from kappa_router.index.kv_event_types import Tier
 from kappa_scheduler.work import Quote, Work
 from kappa_simulator.cache import Ids, PrefixRun, TierCache
 from kappa_simulator.clusters import NodeModel

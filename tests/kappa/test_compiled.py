@@ -12,7 +12,7 @@ import pytest
 
 from kappa import compiled as module
 from kappa.compiled import compiled
-from kappa_router import policy, pricing
+from kappa_router import policy, ttft
 from kappa_router.decision import ESTIMATE
 from tests.packages import dotted, modules
 
@@ -116,7 +116,7 @@ def test_compiled_sees_a_change_of_what_it_uses_of_another_file(tmp_path, change
 @pytest.mark.parametrize("source", [-1, 3])
 def test_the_prices_are_those_that_python_gives(source):
     rng = np.random.default_rng(0)
-    workers = np.zeros(5, dtype=pricing.WORKER)
+    workers = np.zeros(5, dtype=ttft.WORKER)
     for name in workers.dtype.names:
         workers[name] = rng.uniform(0.5, 2.0, workers[name].shape)
     workers["spare_tokens"] += 2.0
@@ -124,7 +124,7 @@ def test_the_prices_are_those_that_python_gives(source):
     workers["decoding"][2] = 0.0
     workers["resident_tokens"][4] = 5000.0
     for slot in range(5):
-        pricing.decode(workers, slot, 0, 0)
+        ttft.decode(workers, slot, 0, 0)
     # Fields that are not given are overwritten.
     estimates = np.full(4, np.nan, dtype=ESTIMATE)
     estimates["device_tokens"], estimates["cached_tokens"] = rng.uniform(0, 100, (2, 4))
@@ -133,10 +133,10 @@ def test_the_prices_are_those_that_python_gives(source):
     estimates["fetch_tokens"] = estimates["cached_tokens"] / 100
     rest = (3.0, 20.0, 1000.0, 50.0), source, (0.5, 5.0, 0.1, 3.0)
     slots, got, expected = np.array([4, 0, 1, 2]), estimates.copy(), estimates.copy()
-    pricing.price(workers, slots, got, *rest)
+    ttft.price(workers, slots, got, *rest)
     # Without a compiler only record arrays have their fields as attributes.
     records = workers.view(np.recarray), slots, expected.view(np.recarray)
-    pricing.price.py_func(*records, *rest)
+    ttft.price.py_func(*records, *rest)
     for name in got.dtype.names:
         assert not np.isnan(got[name]).any(), name
         np.testing.assert_allclose(got[name], expected[name], rtol=1e-12, err_msg=name)

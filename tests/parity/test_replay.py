@@ -16,7 +16,7 @@ from kappa.protocol import Admission, Announcement, Arrival, WorkerReport
 from kappa.shapes import model_shape
 from kappa_router.config import RouterConfig
 from kappa_router.decision import NoWorkerError, RouteRequest
-from kappa_router.index.kv_events import BlocksRemoved, BlocksStored, WorkerReset
+from kappa_router.index.kv_event_types import BlocksRemoved, BlocksStored, WorkerReset
 from kappa_router.policy import policy_named
 from kappa_router.recording import RecordedRouter, replay
 from kappa_router.router import Router

@@ -17,7 +17,7 @@ from kappa_router.calibration import Calibration
 from kappa_router.config import RouterConfig
 from kappa_router.decision import Held, PricedPrompt, RouteRequest
 from kappa_router.fleet import Fleet
-from kappa_router.index.kv_events import BlocksStored
+from kappa_router.index.kv_event_types import BlocksStored
 from kappa_router.index.lookup import Match
 from kappa_router.policy import policy_named
 from kappa_router.router import Router

@@ -4,7 +4,7 @@ from collections import Counter
 
 import msgspec
 
-from kappa_router.index.kv_events import CacheGroups, decode
+from kappa_router.index.kv_event_types import CacheGroups, decode
 
 
 def stored(hashes=(11, 12), parent=None, size=2, medium="GPU", **more):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kappa.cost import StepModel, batch_work
 from kappa.hardware import node_profile
 from kappa.protocol import LoadSample, StepSample, WorkerReport
-from kappa_router import pricing
+from kappa_router import ttft
 from kappa_router.calibration import Calibration, OutputLengths, disk_token_s, load_token_s
 from kappa_router.decision import ESTIMATE
 from tests.router import building
@@ -135,7 +135,7 @@ def test_unexplained_cost_is_learnt_by_the_tokens_of_a_step():
     assert speed.step.real_s(batch) < 0.85 * law(batch)
     slots = made.fleet.ready(0.0, NEVER, frozenset())
     rows = np.zeros(1, dtype=ESTIMATE)
-    priced_s, *_ = pricing.median_idle(made.fleet.records, slots, rows, 512.0)
+    priced_s, *_ = ttft.median_idle(made.fleet.records, slots, rows, 512.0)
     assert priced_s - worker.calibration.overhead_s == pytest.approx(speed.step_s([(512, 0)]))
 
 

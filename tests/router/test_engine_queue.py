@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kappa.cost import StepLimit, StepModel
+from kappa_router.engine_fit import EngineSpeed
 from kappa_router.engine_queue import EngineJob, EngineQueue
-from kappa_router.estimator import EngineSpeed
 
 STEP = StepModel(token_s=0.01, pair_s=1e-5, weights_s=0.05, context_token_s=1e-5, fixed_s=0.002)
 SPEED = EngineSpeed(STEP, 0.001, 0.01, budget_tokens=64, capacity_tokens=10_000)

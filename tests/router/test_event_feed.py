@@ -9,7 +9,7 @@ import zmq
 import zmq.asyncio
 from structlog.testing import capture_logs
 
-from kappa_router.index.kv_events import Batch
+from kappa_router.index.kv_event_types import Batch
 from kappa_router.live import event_feed
 from kappa_router.live.event_feed import EventFeed, FloodError
 from tests.router.flooding import Turns, flood

@@ -10,7 +10,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-from kappa_router.index.kv_events import CacheGroups, decode
+from kappa_router.index.kv_event_types import CacheGroups, decode
 from kappa_router.index.prefix_hash import PrefixHasher, secret_from_seed
 from kappa_router.index.prefix_index import PrefixIndex
 from tests.router.building import match_worker

@@ -14,7 +14,7 @@ import zmq.asyncio
 import kappa_router.live.kv_subscriber
 import kappa_router.live.supervised
 from kappa.protocol import Admission, WorkerReport
-from kappa_router.index.kv_events import BlocksStored, WorkerReset
+from kappa_router.index.kv_event_types import BlocksStored, WorkerReset
 from kappa_router.live import event_feed
 from kappa_router.live.kv_subscriber import KVSubscriber
 from tests.router.building import small

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kappa.protocol import Admission, Arrival, WorkerReport
 from kappa_router.decision import MismatchError, RouteRequest
 from kappa_router.engine_queue import EngineJob
-from kappa_router.index.kv_events import WorkerReset
+from kappa_router.index.kv_event_types import WorkerReset
 from kappa_simulator.loop import Loop
 from tests.router import building
 from tests.router.building import NEVER, SIZE, announcement, prompt, stored

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kappa_router.index.block_table import HolderSets
-from kappa_router.index.kv_events import (
+from kappa_router.index.kv_event_types import (
     BlocksRemoved,
     BlocksStored,
     TierCleared,

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kappa_router.index.kv_events import WorkerGone
+from kappa_router.index.kv_event_types import WorkerGone
 from kappa_router.index.lookup import Match
 from kappa_router.index.prefix_index import PrefixIndex
 from tests.router.building import match_all, match_worker

@@ -6,7 +6,7 @@ from kappa_scheduler.admission import AdmissionRound, Candidate, WindowFill
 from kappa_scheduler.blocks import Ledger
 from kappa_scheduler.config import LinkRates
 from kappa_scheduler.loads import JustInTime
-from kappa_scheduler.tenants import AHEAD, FAR_AHEAD, IN_TURN
+from kappa_scheduler.tenant_charges import AHEAD, FAR_AHEAD, IN_TURN
 from kappa_scheduler.work import BUDGET, LINK, RESERVED, SLOTS, VRAM, Quote, Room
 from tests.scheduler.engine import Blocks, Request
 

@@ -7,7 +7,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from kappa_router.index.kv_events import Tier
+from kappa_router.index.kv_event_types import Tier
 from kappa_simulator.clusters import SimulatedCluster
 from kappa_simulator.dispatch import PlanDispatch, SimulatedRoute
 from kappa_simulator.faults import Failure, Faults

@@ -89,7 +89,7 @@ SIGNATURES = {
     f"{_STATE}.update_offload_keys": "",
     f"{_SCHEDULER}._touch": "req_status",
     f"{_CONNECTOR}.base:KVConnectorWorkerMetadata.aggregate": "other",
-    # kappa_workers.vllm.host_tier, kappa_workers.vllm.native_tier
+    # kappa_workers.vllm.host_tier, kappa_workers.vllm.gpu_host_tier
     f"{_MANAGER}.__init__": "num_blocks cache_policy cache_policy_module_path enable_events",
     f"{_SPEC}.get_worker": "kv_caches",
     "vllm.v1.kv_offload.base:BlockIDsLoadStoreSpec.__init__": "block_ids",
@@ -383,7 +383,7 @@ PRESENT = [
     "kappa_workers.paced.metered_worker:MeteredCPUWorker",
     "kappa_workers.vllm.connector:HostTierConnector",
     "kappa_workers.paced.connector:CpuHostTierConnector",
-    "kappa_workers.paced.host_tier:HostTierSpec", "kappa_workers.vllm.native_tier:NativeTierSpec",
+    "kappa_workers.paced.host_tier:HostTierSpec", "kappa_workers.vllm.gpu_host_tier:NativeTierSpec",
     "kappa_workers.no_download:NoDownload",
     "kappa_router.ray_router:KappaRouter", "kappa_workers.vllm.scheduler:FairScheduler",
     "kappa_workers.vllm.measured_worker:MeasuredWorker",
@@ -480,8 +480,8 @@ def test_the_host_tier_takes_what_vllms_takes():
     from vllm.v1.kv_offload.base import OffloadingWorker
 
     from kappa_workers.paced.host_tier import HostTierWorker
+    from kappa_workers.vllm.gpu_host_tier import NativeTierWorker
     from kappa_workers.vllm.host_tier_manager import HostTierManager
-    from kappa_workers.vllm.native_tier import NativeTierWorker
 
     for name in ("prepare_store", "complete_store", "reset_cache"):
         theirs, ours = getattr(named(_MANAGER), name), getattr(HostTierManager, name)

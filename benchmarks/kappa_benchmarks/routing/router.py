@@ -26,7 +26,7 @@ from kappa.slo import ServiceObjective
 from kappa_benchmarks.harness import Json, note, publish, quantile, result, rows_table, usage_errors
 from kappa_router.config import RouterConfig
 from kappa_router.decision import RouteRequest
-from kappa_router.index.kv_events import BlocksStored, Tier
+from kappa_router.index.kv_event_types import BlocksStored, Tier
 from kappa_router.policy import policy_named
 from kappa_router.router import Router
 

@@ -25,7 +25,7 @@ from kappa.protocol import Admission, Announcement, LoadSample, WorkerReport
 from kappa.settings.front import BackendSettings, ProbeSettings
 from kappa.shapes import SHAPES, model_shape
 from kappa_router.front.facts import LoadFacts, ModelFacts, load_in, models_in
-from kappa_router.index.kv_events import (
+from kappa_router.index.kv_event_types import (
     BlocksStored,
     CacheGroups,
     KVEvent,

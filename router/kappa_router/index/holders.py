@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kappa_router.index.hash_table import HashTable, Int32s, UInt64s
-from kappa_router.index.kv_events import Tier
+from kappa_router.index.kv_event_types import Tier
 
 TIER_BITS = 3
 _NAMES_LOAD = 0.68

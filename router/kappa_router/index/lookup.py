@@ -18,7 +18,7 @@ from kappa.compiled import compiled
 from kappa_router.index.block_table import BlockTable, Int64s
 from kappa_router.index.hash_table import UInt64s
 from kappa_router.index.holders import TIER_BITS, Holder, Holders, longest_end
-from kappa_router.index.kv_events import Tier
+from kappa_router.index.kv_event_types import Tier
 
 # Blocks that are walked before it is checked whether anybody still holds them.
 _BATCH = 512

@@ -40,7 +40,7 @@ from kappa_router.index.block_table import (
 )
 from kappa_router.index.hash_table import Int32s, UInt64s
 from kappa_router.index.holders import Holder, Holders
-from kappa_router.index.kv_events import (
+from kappa_router.index.kv_event_types import (
     BlocksRemoved,
     BlocksStored,
     EngineHash,

@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from kappa_router.index.kv_events import Batch, CacheGroups, KVEvent, decode, joined
+from kappa_router.index.kv_event_types import Batch, CacheGroups, KVEvent, decode, joined
 
 log = structlog.get_logger(__name__)
 

@@ -14,7 +14,7 @@ import structlog
 import zmq
 
 from kappa.protocol import KV, REPORT, RESET, Announcement, WorkerReport
-from kappa_router.index.kv_events import BlocksStored, KVEvent, StreamCursor, WorkerReset
+from kappa_router.index.kv_event_types import BlocksStored, KVEvent, StreamCursor, WorkerReset
 from kappa_router.live.event_feed import EventFeed, FloodError, bounded_socket
 from kappa_router.live.supervised import pause_s, supervised
 

@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu import gpu_worker, spec
 
-from kappa_workers.vllm.native_tier import NativeTierSpec
+from kappa_workers.vllm.gpu_host_tier import NativeTierSpec
 
 
 class OnDevice(torch.Tensor):

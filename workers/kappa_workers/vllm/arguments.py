@@ -59,7 +59,7 @@ _CONNECTORS = {
 }
 _SPECS = {
     OWN: ("HostTierSpec", "kappa_workers.paced.host_tier"),
-    NATIVE: ("NativeTierSpec", "kappa_workers.vllm.native_tier"),
+    NATIVE: ("NativeTierSpec", "kappa_workers.vllm.gpu_host_tier"),
 }
 # The blocks announced of a server are bounded by its size, or, of a shared one, by this.
 _SHARED_BLOCKS = 1 << 20

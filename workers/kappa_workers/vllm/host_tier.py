@@ -1,7 +1,7 @@
 """The host tier: KV blocks kept in host memory behind vLLM's `OffloadingConnector`.
 
 Our manager bounds the stores (`kappa_workers.vllm.host_tier_manager`). On GPUs vLLM copies
-(`kappa_workers.vllm.native_tier`), on machines without one `kappa_workers.paced.host_tier` does:
+(`kappa_workers.vllm.gpu_host_tier`), on machines without one `kappa_workers.paced.host_tier` does:
 each describes itself to vLLM by a subclass of `ManagedTierSpec`, which
 `kappa_workers.vllm.arguments` names."""
 

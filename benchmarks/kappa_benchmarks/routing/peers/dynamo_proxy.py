@@ -31,7 +31,7 @@ from kappa.protocol import Announcement
 from kappa_benchmarks.routing.peers.routers import LINE_BYTES
 from kappa_router.config import RouterConfig
 from kappa_router.decision import RouteRequest
-from kappa_router.index.kv_events import Tier
+from kappa_router.index.kv_event_types import Tier
 from kappa_router.index.prefix_hash import UInt64s
 from kappa_router.index.prefix_index import PrefixIndex
 from kappa_router.policy import policy_named

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kappa.cost import StepLimit, StepModel
-from kappa_router import pricing
+from kappa_router import ttft
 from kappa_router.decision import ESTIMATE
 
 WORKER = {
@@ -27,13 +27,13 @@ def records(names, *rows):
     for record, row in zip(made, rows, strict=True):
         for name, value in row.items():
             record[name] = value
-    for slot in range(len(made) if names is pricing.WORKER else 0):
-        pricing.decode(made, slot, 0, 0)
+    for slot in range(len(made) if names is ttft.WORKER else 0):
+        ttft.decode(made, slot, 0, 0)
     return made
 
 
 def workers(*changes):
-    return records(pricing.WORKER, *[{**WORKER, **changed} for changed in changes or ({},)])
+    return records(ttft.WORKER, *[{**WORKER, **changed} for changed in changes or ({},)])
 
 
 def worker(**changes):
@@ -48,7 +48,7 @@ def test_prefill_s_counts_requests_that_decode_beside():
     # Work: 200 x 0.01 + 30,000 x 0.0001 = 2 + 3 = 5. Beside 4 that decode over 1,000 tokens:
     # 4 x 0.01 + 1,000 x 0.0001 = 0.14 a step. Read: 2 x (0.5 + 1,250 x 0.001) = 3.5.
     # Together max(5 + 2 x 0.14, 3.5) + 2 x 0.2 = 5.68.
-    found = pricing.prefill_s(worker(), 250.0, 50.0, 4.0, 1000.0)
+    found = ttft.prefill_s(worker(), 250.0, 50.0, 4.0, 1000.0)
     assert found == pytest.approx((5.0, 3.5, 5.68))
 
 
@@ -57,54 +57,54 @@ def test_prefill_s_counts_requests_that_decode_beside():
 def test_part_of_a_prompt_is_as_long_as_the_engine_makes_it(decoding, behind):
     step = StepModel(0.01, 0.0001, 0.5, 0.001, 0.2)
     limit, budget = StepLimit(step, 2.5), 1000.0
-    found = pricing.chunk_tokens(
+    found = ttft.chunk_tokens(
         worker(step_factor=2.5, budget_tokens=budget), decoding, 50 * decoding, behind
     )
     tokens = min(limit.tokens(int(decoding), 50 * decoding, behind), budget)
     assert found == tokens - decoding
-    assert pricing.chunk_tokens(worker(step_factor=2.5), 0.0, 0.0, behind) == 100.0
+    assert ttft.chunk_tokens(worker(step_factor=2.5), 0.0, 0.0, behind) == 100.0
 
 
 def test_short_prompt_takes_as_long_as_reading_the_weights():
     # 10 new behind 100: pairs 10 x (100 + 5) = 1,050; work 0.1 + 0.105 = 0.205.
     # Read: 0.5 + 110 x 0.001 = 0.61, more than the work; the step adds 0.2.
-    found = pricing.prefill_s(worker(), 110.0, 100.0, 0.0, 0.0)
+    found = ttft.prefill_s(worker(), 110.0, 100.0, 0.0, 0.0)
     assert found == pytest.approx((0.205, 0.61, 0.81))
 
 
 def test_load_takes_its_tokens_and_what_every_load_takes():
-    assert pricing.load_s(worker(), 400.0, 0.0) == pytest.approx(0.1 + 400 * 0.001)
-    assert pricing.load_s(worker(), 0.0, 0.0) == 0.0
+    assert ttft.load_s(worker(), 400.0, 0.0) == pytest.approx(0.1 + 400 * 0.001)
+    assert ttft.load_s(worker(), 0.0, 0.0) == 0.0
 
 
 def test_load_from_disk_is_read_there_and_crosses_the_link():
     # 400 tokens of which 100 are on disk: 0.1 + 400 x 0.001 + 100 x 0.02 = 2.5.
     slow = worker(disk_token_s=0.02)
-    assert pricing.load_s(slow, 400.0, 100.0) == pytest.approx(2.5)
-    assert pricing.load_s(slow, 400.0, 0.0) == pytest.approx(0.5)
+    assert ttft.load_s(slow, 400.0, 100.0) == pytest.approx(2.5)
+    assert ttft.load_s(slow, 400.0, 0.0) == pytest.approx(0.5)
 
 
 def test_fetch_needs_a_network_and_room_in_the_host_tier():
     networked = worker(spare_tokens=1000.0, promised_tokens=300.0, net_tokens_per_s=100.0)
     peer = worker(net_tokens_per_s=100.0)
-    assert pricing.fetch_s(networked, peer, 700.0) == pytest.approx(7.0)
-    assert pricing.fetch_s(networked, peer, 701.0) == math.inf, "300 of 1,000 are promised"
-    assert pricing.fetch_s(networked, peer, 0.0) == 0.0
+    assert ttft.fetch_s(networked, peer, 700.0) == pytest.approx(7.0)
+    assert ttft.fetch_s(networked, peer, 701.0) == math.inf, "300 of 1,000 are promised"
+    assert ttft.fetch_s(networked, peer, 0.0) == 0.0
     networked["net_tokens_per_s"] = 0.0
-    assert pricing.fetch_s(networked, peer, 700.0) == math.inf
-    assert pricing.fetch_s(networked, peer, 0.0) == 0.0
+    assert ttft.fetch_s(networked, peer, 700.0) == math.inf
+    assert ttft.fetch_s(networked, peer, 0.0) == 0.0
 
 
 def test_fetch_is_as_slow_as_the_slower_of_the_two_cards():
     fast = worker(spare_tokens=1000.0, net_tokens_per_s=1e6)
-    assert pricing.fetch_s(fast, worker(net_tokens_per_s=50.0), 700.0) == pytest.approx(14.0)
+    assert ttft.fetch_s(fast, worker(net_tokens_per_s=50.0), 700.0) == pytest.approx(14.0)
 
 
 def test_leading_tokens_on_the_device_and_behind_them_in_host():
     # Columns 2 and 0 of the index; only 5 whole blocks of the prompt count, of 16 tokens each.
     blocks = np.array([[3, 0, 2], [9, 0, 1], [8, 0, 0]])
     device, host, disk = held = np.empty((3, 2))
-    pricing.leading_tokens(blocks, np.array([2, 0]), np.array([0, 1]), 5, 16, held)
+    ttft.leading_tokens(blocks, np.array([2, 0]), np.array([0, 1]), 5, 16, held)
     assert device.tolist() == [2 * 16, 3 * 16]
     assert host.tolist() == [1 * 16, 2 * 16]
     assert disk.tolist() == [0, 2 * 16], "no more than count behind the device's"
@@ -127,7 +127,7 @@ def test_queues_shrink_as_time_passes(now_s, link_s, gpu_s):
         {}, {"link_free_s": 5.0, "link_reserved_s": 2.0, "gpu_reserved_s": 3.0, "gpu_since_s": 4.0,
              "gpu_head_s": 1.0},
     )  # fmt: skip
-    assert pricing.queued_s(busy[1], now_s) == pytest.approx((link_s, gpu_s))
+    assert ttft.queued_s(busy[1], now_s) == pytest.approx((link_s, gpu_s))
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,12 @@ def test_queues_shrink_as_time_passes(now_s, link_s, gpu_s):
 )
 def test_step_under_way_is_half_waited_for_and_one_more_to_load(decoding, context, step_s):
     busy = worker(decoding=decoding, decode_context_tokens=context)
-    assert pricing.under_way_s(busy, 0.0) == pytest.approx(0.5 * step_s)
-    assert pricing.under_way_s(busy, 64.0) == pytest.approx(1.5 * step_s)
+    assert ttft.under_way_s(busy, 0.0) == pytest.approx(0.5 * step_s)
+    assert ttft.under_way_s(busy, 64.0) == pytest.approx(1.5 * step_s)
 
 
 def test_no_step_is_waited_for_where_nothing_decodes():
-    assert pricing.under_way_s(worker(decode_context_tokens=500.0), 64.0) == 0.0
+    assert ttft.under_way_s(worker(decode_context_tokens=500.0), 64.0) == 0.0
 
 
 # -- what a delay weighs ------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_no_step_is_waited_for_where_nothing_decodes():
 def objective(made, work_s, load_s, slo=SLO):
     rows = np.zeros(len(made), dtype=ESTIMATE)
     rows["work_s"], rows["load_s"] = work_s, load_s
-    return pricing.objective(made, np.arange(len(made)), rows, 300.0, slo)
+    return ttft.objective(made, np.arange(len(made)), rows, 300.0, slo)
 
 
 def three_workers(dilation=1.0):
@@ -201,9 +201,9 @@ def test_objective_is_infinite_without_workers_or_times():
 )
 def test_tokens_count_less_the_later_the_first_one_comes(limit_s, share):
     rows = records(ESTIMATE, {"ttft_s": 8.0}, {"ttft_s": 4.0})
-    assert pricing.interference_share(rows, limit_s) == pytest.approx(share)
+    assert ttft.interference_share(rows, limit_s) == pytest.approx(share)
     rows["ttft_s"][1] = 0.0
-    assert pricing.interference_share(rows, limit_s) == 1.0
+    assert ttft.interference_share(rows, limit_s) == 1.0
 
 
 # -- the whole price ----------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def priced(made, now_s=13.0, fetch_tokens=0.0, source=-1, output_tokens=50.0):
     rows = records(
         ESTIMATE, {"device_tokens": 30.0, "cached_tokens": 20.0, "fetch_tokens": fetch_tokens}
     )
-    pricing.price(made, np.array([0]), rows, (now_s, WINDOW_S, 250.0, output_tokens), source, SLO)
+    ttft.price(made, np.array([0]), rows, (now_s, WINDOW_S, 250.0, output_tokens), source, SLO)
     return rows[0]
 
 
@@ -304,7 +304,7 @@ def test_token_comes_no_later_than_the_bound_on_steps_allows():
             "step_factor": 2.5, "weights_s": 0.005, "context_token_s": 1e-6, "fixed_s": 0.002,
             "decoding": 4.0, "decode_context_tokens": 12_000.0, "token_s": 1e-5,
         }  # fmt: skip
-        return pricing.bounded_s(workers(worker | changes), 0)
+        return ttft.bounded_s(workers(worker | changes), 0)
 
     # One alone: 5 + 3 + 2 ms.
     assert bounded_s() == pytest.approx(0.025)
@@ -344,7 +344,7 @@ def test_request_behind_a_long_prompt_is_late(queue_s, late_s):
 def test_request_that_left_holds_none_up():
     made = workers({"prompts_s": 5.0, "in_flight": 2.0}, {"prompts_s": 5.0, "in_flight": 1.0})
     for slot in (0, 1):
-        pricing.depart(made, slot, 0.0, 2.0)
+        ttft.depart(made, slot, 0.0, 2.0)
     assert made["prompts_s"].tolist() == [3.0, 0.0], "of the last one nothing is left, not 3"
 
 
@@ -361,7 +361,7 @@ def test_overload_does_not_stretch_a_token_for_ever():
 def test_idle_s_equals_figures_by_hand():
     # 200 new behind 50 loaded: overhead 0.05 + load 0.15; compute max(5, 2 x 0.75) + 0.4.
     rows = records(ESTIMATE, {"cached_tokens": 50.0})
-    ttft_s, tpot_s, *_ = pricing.median_idle(workers(), np.array([0]), rows, 250.0)
+    ttft_s, tpot_s, *_ = ttft.median_idle(workers(), np.array([0]), rows, 250.0)
     assert ttft_s == pytest.approx(0.05 + 0.15 + 5.4)
     assert tpot_s == pytest.approx(0.95)
 
@@ -375,7 +375,7 @@ def test_reservation_changes_its_own_worker_alone():
         ESTIMATE, {}, {"load_s": 0.5, "work_s": 2.0, "new_tokens": 100.0, "device_tokens": 30.0,
                        "cached_tokens": 20.0},
     )  # fmt: skip
-    pricing.reserve(made, 0, rows, 1, 13.0, WINDOW_S)
+    ttft.reserve(made, 0, rows, 1, 13.0, WINDOW_S)
     assert made[1].tobytes() == workers(BUSY)[0].tobytes()
     changed = {
         "link_reserved_s": 3.5, "link_free_s": 14.5, "gpu_reserved_s": 5.0, "in_flight": 7.0,
@@ -392,35 +392,35 @@ def test_reservation_changes_its_own_worker_alone():
 def test_first_in_a_queue_starts_now_and_a_free_link_loads_now():
     made = workers({"link_free_s": 2.0})
     rows = records(ESTIMATE, {"work_s": 2.0, "load_s": 0.5})
-    pricing.reserve(made, 0, rows, 0, 13.0, WINDOW_S)
+    ttft.reserve(made, 0, rows, 0, 13.0, WINDOW_S)
     assert values(made[0], "gpu_since_s", "gpu_head_s", "link_free_s") == [13.0, 2.0, 13.5]
 
 
 def test_reservation_without_a_load_counts_none():
     made = workers()
-    pricing.reserve(made, 0, records(ESTIMATE, {"work_s": 2.0}), 0, 13.0, WINDOW_S)
+    ttft.reserve(made, 0, records(ESTIMATE, {"work_s": 2.0}), 0, 13.0, WINDOW_S)
     assert values(made[0], "loads_per_s") == [0.0]
 
 
 def test_admission_is_priced_by_what_the_engine_found():
     # 100 new behind 50: pairs 100 x (50 + 50) = 10,000: 1 + 1 s; 40 in host: 0.04 s.
     made = workers(BUSY)
-    found_s = pricing.correct(made, 0, (40, 100, 50, 0), (1.0, 1.5, 300), True)
+    found_s = ttft.correct(made, 0, (40, 100, 50, 0), (1.0, 1.5, 300), True)
     assert found_s == pytest.approx((0.04, 2.0))
     # In place of 1 s of link, 1.5 s of gpu and 300 tokens; it is the first in the queue.
     changed = "link_reserved_s", "link_free_s", "gpu_reserved_s", "queued_tokens", "gpu_head_s"
     assert values(made[0], *changed) == pytest.approx([2.04, 13.04, 3.5, 100.0, 2.0])
-    pricing.correct(made, 0, (40, 100, 50, 0), (0.04, 2.0, 100), False)
+    ttft.correct(made, 0, (40, 100, 50, 0), (0.04, 2.0, 100), False)
     assert values(made[0], "gpu_head_s") == pytest.approx([2.0])
     # 30 of the 40 from disk, at 0.02 s each: 0.6 s more.
     made["disk_token_s"] = 0.02
-    assert pricing.correct(made, 0, (40, 100, 50, 30), (0.04, 2.0, 100), False)[0] == 0.64
+    assert ttft.correct(made, 0, (40, 100, 50, 30), (0.04, 2.0, 100), False)[0] == 0.64
 
 
 def test_last_prompt_that_is_done_leaves_exactly_nothing():
     made = workers({**BUSY, "waiting": 2.0})
-    pricing.finish_prompt(made, 0, (1.0, 2.0, 100), 20.0)
+    ttft.finish_prompt(made, 0, (1.0, 2.0, 100), 20.0)
     queue = "link_reserved_s", "gpu_reserved_s", "waiting", "queued_tokens", "link_free_s"
     assert values(made[0], *queue) == [2.0, 1.0, 1.0, 200.0, 14.0]
-    pricing.finish_prompt(made, 0, (1.9, 0.9, 200), 21.0)
+    ttft.finish_prompt(made, 0, (1.9, 0.9, 200), 21.0)
     assert values(made[0], *queue) == [0.0, 0.0, 0.0, 0.0, 21.0]

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from kappa import formulas
+from kappa import step_seconds
 from kappa.compiled import interpreted
 from kappa.cost import StepModel
 
@@ -25,13 +25,13 @@ def record():
 def of(request):
     """A formula by its name, either way."""
     turn = interpreted if request.param == "interpreted" else lambda function: function
-    return lambda name: turn(getattr(formulas, name))
+    return lambda name: turn(getattr(step_seconds, name))
 
 
 @pytest.fixture
 def step(of):
     """A step's constants, as what calls a formula either way has them."""
-    compiled = of("limit_s") is formulas.limit_s
+    compiled = of("limit_s") is step_seconds.limit_s
     return record() if compiled else StepModel(**CONSTANTS)
 
 
@@ -69,7 +69,7 @@ def test_limited_tokens_are_whole_tiles_within_the_limit(of, step, late, tiles):
     # 4 decode over 800: limit 2.25, beside 0.04 + 0.08 = 0.12, room 2.25 - 0.2 - 0.12 = 1.93.
     # Behind 0: 193 tokens, 197 with the others: 1.54 tiles; late by 2: 390, or 3.05 tiles.
     found = of("limited_tokens")(step, 2.5, 4.0, 800.0, 0.0, late)
-    assert found == tiles * formulas.TILE_TOKENS
+    assert found == tiles * step_seconds.TILE_TOKENS
 
 
 @pytest.mark.parametrize("most, decoding", [(0.0, 4.0), (2.5, 0.0)])
@@ -79,8 +79,8 @@ def test_limited_tokens_is_infinite_where_nothing_bounds_a_step(of, step, most, 
 
 def test_interpreted_formulas_take_arrays():
     new = np.array([10.0, 20.0])
-    pairs = interpreted(formulas.chunk_pairs)(new, np.array([100.0, 0.0]))
+    pairs = interpreted(step_seconds.chunk_pairs)(new, np.array([100.0, 0.0]))
     assert pairs.tolist() == [1050.0, 200.0]
-    assert interpreted(formulas.computing_s)(new, pairs, 0.01, 0.0001) == pytest.approx(
+    assert interpreted(step_seconds.computing_s)(new, pairs, 0.01, 0.0001) == pytest.approx(
         [0.205, 0.22]
     )

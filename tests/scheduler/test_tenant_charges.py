@@ -6,7 +6,7 @@ import pytest
 
 from kappa.protocol import Charge
 from kappa_scheduler.config import FairConfig
-from kappa_scheduler.tenants import AHEAD, FAR_AHEAD, IN_TURN, TenantQueues
+from kappa_scheduler.tenant_charges import AHEAD, FAR_AHEAD, IN_TURN, TenantQueues
 from kappa_scheduler.work import Work
 
 

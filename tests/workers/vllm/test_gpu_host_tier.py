@@ -25,9 +25,9 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from kappa_workers.paced.host_tier import HostTierSpec, HostTierWorker, TierSize
 from kappa_workers.paced.link import Route
 from kappa_workers.stats_channel import StatsSender
+from kappa_workers.vllm.gpu_host_tier import NativeTierSpec
 from kappa_workers.vllm.host_tier_manager import HostTierManager
 from kappa_workers.vllm.load_sources import LOAD_SOURCES
-from kappa_workers.vllm.native_tier import NativeTierSpec
 from kappa_workers.vllm.options import LINK_KEY, PEERS_KEY, STATS_KEY, LinkPace
 from kappa_workers.vllm.peer_server import mapped_rows
 from tests.workers.vllm.emulated_cuda import Cuda, on_device, on_gpu, on_host

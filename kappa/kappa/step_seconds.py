@@ -2,7 +2,8 @@
 
 Of scalars, compiled once; those that are typed so take arrays in Python, too. `kappa.cost` calls
 them from Python, for simulated and real engines; the router's compiled loops call them over their
-records (`router.pricing`, `router.estimator`). Seconds are those of the constants that are given.
+records (`kappa_router.ttft`, `kappa_router.engine_fit`). Seconds are those of the constants that
+are given.
 
 A `step` is anything with the constants of a step as attributes: a `kappa.cost.StepModel`, a
 worker's record. No class of ours is an argument of compiled code: what was compiled could not be

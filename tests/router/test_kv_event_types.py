@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kappa_router.index.kv_events import (
+from kappa_router.index.kv_event_types import (
     BlocksRemoved,
     BlocksStored,
     CacheGroups,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa import formulas
+from kappa import step_seconds
 from kappa.compiled import compiled, interpreted
 from kappa.cost import StepLimit, StepModel, batch_work, transfer_s
 
@@ -62,7 +62,7 @@ CONSTANTS = (
     "token_s", "pair_s", "weights_s", "context_token_s", "fixed_s", "load_token_s", "load_fixed_s",
     "overhead_s", "disk_token_s",
 )  # fmt: skip
-PARAMETERS = len(CONSTANTS) + formulas.FACTORS
+PARAMETERS = len(CONSTANTS) + step_seconds.FACTORS
 FACTOR_WIDTH = 0.25
 _TAIL = 4.0
 _MOST_STEP = 1.0
@@ -76,7 +76,7 @@ Places = NDArray[np.intp]
 Work = list[tuple[int, int]]
 """A step's requests: the new tokens of each, and the tokens of its context before them."""
 
-_factor = interpreted(formulas.factor)
+_factor = interpreted(step_seconds.factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +151,12 @@ def _add_steps(
     slopes: of the constants, by the logarithms of their multiples.
     """
     tokens, pairs, reads = work
-    compute_s = formulas.computing_s(tokens, pairs, constants[0], constants[1])
-    read_s = formulas.reading_s(1.0, reads, constants[2], constants[3])
-    low, share = formulas.place(formulas.FACTORS, tokens)
+    compute_s = step_seconds.computing_s(tokens, pairs, constants[0], constants[1])
+    read_s = step_seconds.reading_s(1.0, reads, constants[2], constants[3])
+    low, share = step_seconds.place(step_seconds.FACTORS, tokens)
     first = len(constants) + low
     scale = count * math.exp((1 - share) * theta[first] + share * theta[first + 1])
-    seconds = scale * formulas.lasting_s(compute_s, read_s, constants[4])
+    seconds = scale * step_seconds.lasting_s(compute_s, read_s, constants[4])
     if compute_s >= read_s:
         gradient[0] += scale * tokens * slopes[0]
         gradient[1] += scale * pairs * slopes[1]

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kappa_router import estimator
-from kappa_router.estimator import GAP, LOAD, STEP, TTFT, Observation, middle, observed, spreads
+from kappa_router import engine_fit
+from kappa_router.engine_fit import GAP, LOAD, STEP, TTFT, Observation, middle, observed, spreads
 
 
 def table(*rows):
-    return np.array([tuple(row) for row in rows], dtype=estimator.OBSERVATION)
+    return np.array([tuple(row) for row in rows], dtype=engine_fit.OBSERVATION)
 
 
 def steps(seconds, tokens, **more):
@@ -47,6 +47,6 @@ def test_spread_is_about_the_middle_since_the_last_change():
 
 def test_fit_leaves_nan_for_its_caller_to_check():
     theta, some = np.zeros(23), np.full(9, 1e-3)
-    prior = estimator.Prior(some, some, np.ones(23), np.ones(23))
-    estimator.fit(table(steps(np.nan, 8)), theta, prior, np.ones(4), np.ones(1))
+    prior = engine_fit.Prior(some, some, np.ones(23), np.ones(23))
+    engine_fit.fit(table(steps(np.nan, 8)), theta, prior, np.ones(4), np.ones(1))
     assert np.isnan(theta).any()

@@ -1,9 +1,9 @@
-"""Prices of a request on every worker: compiled arithmetic over the fleet's records.
+"""The time to first token of a request on every worker: its price, by compiled arithmetic.
 
 Each formula is for one worker, in real seconds; the loops over workers stand at the end.
-`router.fleet` keeps the records; the formulas of a step are those of `kappa.formulas`. Queues are
-arithmetic here: the work reserved and not yet done, less what the engine must have done since it
-last finished some. Their forecast step by step is `router.engine_queue`.
+`router.fleet` keeps the records; the formulas of a step are those of `kappa.step_seconds`. Queues
+are arithmetic here: the work reserved and not yet done, less what the engine must have done since
+it last finished some. Their forecast step by step is `router.engine_queue`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa import formulas
+from kappa import step_seconds
 from kappa.compiled import compiled
 from kappa_router.decision import Floats, Slots
 
@@ -37,9 +37,9 @@ _LOAD = (
     "gpu_use", "loads_per_s", "prefills_per_s", "used_s", "net_free_s",
     "spare_tokens", "promised_tokens", "decoding_factor", "one_more_factor",
 )  # fmt: skip
-# `factors`: as `kappa_router.estimator.EngineSpeed` has them.
+# `factors`: as `kappa_router.engine_fit.EngineSpeed` has them.
 _FIGURES = tuple((name, np.float64) for name in (*_IDENTITY, *_LOAD))
-WORKER = np.dtype([*_FIGURES, ("factors", np.float64, formulas.FACTORS)])
+WORKER = np.dtype([*_FIGURES, ("factors", np.float64, step_seconds.FACTORS)])
 
 MOST_USE = 0.95
 # Of what the objective allows a first token, the wait above which later ones count less: a share
@@ -84,18 +84,18 @@ def bounded_s(workers: Workers, slot: int) -> float:
     if worker.step_factor <= 0:
         return math.inf
     read_s, fixed_s = worker.decode_context_tokens * worker.context_token_s, worker.fixed_s
-    limit_s = formulas.limit_s(worker, worker.step_factor, worker.decoding, read_s)
+    limit_s = step_seconds.limit_s(worker, worker.step_factor, worker.decoding, read_s)
     # Whole tiles are computed, and some multiple of the fixed cost, whatever they take.
-    tiles = worker.decoding // formulas.TILE_TOKENS + 1
-    tiles_s = tiles * formulas.TILE_TOKENS * worker.token_s
-    return max(limit_s, tiles_s + fixed_s, (1 + formulas.LEAST_OF_FIXED) * fixed_s)
+    tiles = worker.decoding // step_seconds.TILE_TOKENS + 1
+    tiles_s = tiles * step_seconds.TILE_TOKENS * worker.token_s
+    return max(limit_s, tiles_s + fixed_s, (1 + step_seconds.LEAST_OF_FIXED) * fixed_s)
 
 
 @compiled
 def chunk_tokens(worker: Any, decoding: float, decode_context: float, behind: float) -> float:
     """Most tokens of a prompt in a step: the budget, or what `kappa.cost.StepLimit` leaves beside
     those that decode, for a prompt that has not waited."""
-    most = formulas.limited_tokens(
+    most = step_seconds.limited_tokens(
         worker, worker.step_factor, decoding, decode_context, behind, 1.0
     )
     if math.isinf(most):
@@ -115,13 +115,13 @@ def prefill_s(
     new = prompt_tokens - held_tokens
     behind_tokens = held_tokens + 0.5 * new
     steps = np.ceil(new / chunk_tokens(worker, decoding, decode_context, behind_tokens))
-    work_s = formulas.computing_s(new, new * behind_tokens, worker.token_s, worker.pair_s)
-    beside_s = formulas.computing_s(decoding, decode_context, worker.token_s, worker.pair_s)
-    read_s = formulas.reading_s(
+    work_s = step_seconds.computing_s(new, new * behind_tokens, worker.token_s, worker.pair_s)
+    beside_s = step_seconds.computing_s(decoding, decode_context, worker.token_s, worker.pair_s)
+    read_s = step_seconds.reading_s(
         steps, steps * (prompt_tokens + decode_context), worker.weights_s, worker.context_token_s
     )
-    compute_s = formulas.lasting_s(work_s + steps * beside_s, read_s, steps * worker.fixed_s)
-    scale = formulas.factor(worker.factors, new / steps + decoding)
+    compute_s = step_seconds.lasting_s(work_s + steps * beside_s, read_s, steps * worker.fixed_s)
+    scale = step_seconds.factor(worker.factors, new / steps + decoding)
     return scale * work_s, scale * read_s, scale * compute_s
 
 
@@ -130,7 +130,7 @@ def load_s(worker: Any, cached_tokens: float, disk_tokens: float) -> float:
     """The load of a cached prefix, some of it from disk; none takes no time."""
     if cached_tokens <= 0:
         return 0.0
-    link_s = formulas.transfer_s(cached_tokens, worker.load_token_s, worker.load_fixed_s)
+    link_s = step_seconds.transfer_s(cached_tokens, worker.load_token_s, worker.load_fixed_s)
     return link_s + disk_tokens * worker.disk_token_s
 
 
@@ -151,16 +151,16 @@ def under_way_s(worker: Any, cached_tokens: float) -> float:
     decoding, context = worker.decoding, worker.decode_context_tokens
     if decoding <= 0:
         return 0.0
-    beside_s = formulas.computing_s(decoding, context, worker.token_s, worker.pair_s)
-    read_s = formulas.reading_s(1.0, context, worker.weights_s, worker.context_token_s)
-    step_s = formulas.lasting_s(beside_s, read_s, worker.fixed_s) * worker.decoding_factor
+    beside_s = step_seconds.computing_s(decoding, context, worker.token_s, worker.pair_s)
+    read_s = step_seconds.reading_s(1.0, context, worker.weights_s, worker.context_token_s)
+    step_s = step_seconds.lasting_s(beside_s, read_s, worker.fixed_s) * worker.decoding_factor
     return step_s * (1.5 if cached_tokens > 0 else 0.5)
 
 
 @compiled
 def reading_step_s(worker: Any, context_tokens: float) -> float:
     """A step that waits for memory: it reads the weights and the KV of `context_tokens`."""
-    read_s = formulas.reading_s(1.0, context_tokens, worker.weights_s, worker.context_token_s)
+    read_s = step_seconds.reading_s(1.0, context_tokens, worker.weights_s, worker.context_token_s)
     return (read_s + worker.fixed_s) * worker.one_more_factor
 
 
@@ -231,8 +231,8 @@ def correct(
     """
     worker = workers[slot]
     host_tokens, new_tokens, context_tokens, disk_tokens = found
-    pairs = formulas.chunk_pairs(new_tokens, context_tokens)
-    gpu_s = formulas.computing_s(new_tokens, pairs, worker.token_s, worker.pair_s)
+    pairs = step_seconds.chunk_pairs(new_tokens, context_tokens)
+    gpu_s = step_seconds.computing_s(new_tokens, pairs, worker.token_s, worker.pair_s)
     link_s = host_tokens * worker.load_token_s + disk_tokens * worker.disk_token_s
     link_before_s, gpu_before_s, new_before = before
     worker.gpu_reserved_s += gpu_s - gpu_before_s
@@ -267,8 +267,8 @@ def decode(workers: Workers, slot: int, requests: int, context_tokens: float) ->
     worker = workers[slot]
     worker.decoding += requests
     worker.decode_context_tokens += context_tokens
-    worker.decoding_factor = formulas.factor(worker.factors, worker.decoding)
-    worker.one_more_factor = formulas.factor(worker.factors, worker.decoding + 1)
+    worker.decoding_factor = step_seconds.factor(worker.factors, worker.decoding)
+    worker.one_more_factor = step_seconds.factor(worker.factors, worker.decoding + 1)
 
 
 @compiled
