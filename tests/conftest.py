@@ -8,6 +8,10 @@ from pathlib import Path
 
 # Before anything imports gRPC (`kappa_router.gateway.events`).
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+# Processes that tests start import from `tests`, too; no distribution brings that.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
+)
 
 import pytest
 from hypothesis import settings
