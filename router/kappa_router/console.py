@@ -20,6 +20,8 @@ import typer
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
+from kappa.keys import bearer
+
 if TYPE_CHECKING:
     import httpx
 
@@ -188,8 +190,7 @@ def cluster_at(url: str, key: str | None, timeout_s: float) -> Iterator[httpx.Cl
 
     base = url.rstrip("/")
     try:
-        given = api_key(key)
-        headers = {"authorization": f"Bearer {given}"} if given else {}
+        headers = bearer(api_key(key))
         with httpx.Client(base_url=base, headers=headers, timeout=timeout_s) as client:
             yield client
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kappa.keys import bearer
 from kappa_router.console import ApiKey, Json, api_key, fail
 
 if TYPE_CHECKING:
@@ -153,8 +154,7 @@ def _read(path: Path) -> Iterator[str]:
 def _fetched(where: str, key: str | None) -> Iterator[str]:
     import httpx
 
-    key = api_key(key)
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+    headers = bearer(api_key(key))
     try:
         with httpx.stream("GET", where, headers=headers, timeout=_TIMEOUT_S) as answer:
             if answer.status_code != 200:
