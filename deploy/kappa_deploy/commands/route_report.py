@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kappa.keys import bearer
-from kappa_router.console import ApiKey, Json, api_key, fail
+from kappa_deploy.commands.console import ApiKey, Json, api_key
+from kappa_router.console import fail
 
 if TYPE_CHECKING:
     from kappa_router.rollout_journal import RolloutSegment

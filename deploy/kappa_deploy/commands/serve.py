@@ -19,7 +19,8 @@ import typer
 from kappa.settings.base import changed_sections
 from kappa.settings.cluster import ClusterSettings, home, load_settings
 from kappa.settings.pools import ModelSettings
-from kappa_router.console import bad_parameter, fail, print_json, print_table, print_text, warn
+from kappa_deploy.commands.console import bad_parameter, print_json, print_table, print_text
+from kappa_router.console import fail, warn
 
 _LOOK_S = 1.0
 _WIDE = 100
