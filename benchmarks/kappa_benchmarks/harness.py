@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from kappa_router.console import Json, command, machine
+from kappa_deploy.commands.console import Json, command, machine
 
 __all__ = [
     "Column", "Interval", "Json", "alternate", "append_line", "command", "finite", "half_width",

@@ -23,7 +23,7 @@ import itertools
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int32]
+Encode = Callable[[list[str]], list[Ids]]
 
 CACHE_BYTES = 256 << 20
 """Default bound of a cache: ids of 64 million tokens."""
@@ -156,12 +157,15 @@ class IncrementalTokenizer:
 
     def encode(self, text: str, tenant: str = "", *, add_special_tokens: bool = False) -> Ids:
         """Token ids of a text, int32, equal to the tokenizer's own."""
-        looked_up = self.look_up(text, tenant)
-        looked_up.fill(self.encode_parts(looked_up.missing), self.cache)
-        return looked_up.ids(*self._around[add_special_tokens])
+        return self.finish(self.look_up(text, tenant), add_special_tokens=add_special_tokens)
 
-    def finish(self, looked_up: Lookup, *, add_special_tokens: bool = False) -> Ids:
-        """Ids of a text after `fill`, or if nothing was missing."""
+    def finish(
+        self, looked_up: Lookup, *, add_special_tokens: bool = False, encode: Encode | None = None
+    ) -> Ids:
+        """Encode the missing parts of a text, and return all its ids. encode: encodes parts instead
+        of `encode_parts`."""
+        if looked_up.missing:
+            looked_up.fill((encode or self.encode_parts)(looked_up.missing), self.cache)
         return looked_up.ids(*self._around[add_special_tokens])
 
     def encode_parts(self, texts: Sequence[str]) -> list[Ids]:

@@ -29,6 +29,11 @@ def new_key(random: bytes) -> str:
     return KEY_PREFIX + base64.urlsafe_b64encode(random).decode().rstrip("=")
 
 
+def bearer(key: str | None) -> dict[str, str]:
+    """The header that carries a key, if there is one."""
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
 def digest_of(key: str) -> bytes:
     """SHA-256 of a key as a client sends it; 32 bytes."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()

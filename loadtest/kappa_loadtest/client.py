@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 
 from kappa.checks import http_parts
+from kappa.keys import bearer
 from kappa_loadtest.run_folder import RequestRecord
 from kappa_workload.replay import Prompt
 
@@ -222,11 +223,6 @@ class Endpoint:
             raise StreamFault("cut", f"the stream ended after {stream.outputs} events, unfinished")
         if not stream.outputs:
             raise StreamFault("empty", "the stream ended without a token")
-
-
-def bearer(key: str) -> dict[str, str]:
-    """The headers that carry a key, if there is one."""
-    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def base_url(url: str) -> str:

@@ -17,12 +17,12 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from kappa.keys import bearer
 from kappa_loadtest.client import (
     NETWORK_ERRORS,
     PROBE_S,
     EndpointError,
     base_url,
-    bearer,
     detail_of,
 )
 from kappa_loadtest.run_folder import RequestDecision

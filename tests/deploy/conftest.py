@@ -2,6 +2,9 @@ from types import SimpleNamespace
 
 import pytest
 
+# Imported first in a test, it would log to that test's stderr, which is closed when others log.
+import ray.serve.llm  # noqa: F401
+
 
 @pytest.fixture
 def no_ray_starts(monkeypatch):

@@ -13,9 +13,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from kappa_deploy.commands.console import with_options
 from kappa_loadtest.cluster import Surveyed
 from kappa_loadtest.options import LoadOptions
-from kappa_router.console import with_options
 from kappa_workload.catalogue import workload_named
 from kappa_workload.shapes import Workload
 

@@ -24,7 +24,7 @@ from kappa_benchmarks.harness import (
     rows_table,
     usage_errors,
 )
-from kappa_router.console import Patience, RefusedClients
+from kappa_deploy.commands.console import Patience, RefusedClients
 from kappa_router.policy import policy_named
 from kappa_scheduler.catalogue import FAIR
 from kappa_simulator.clusters import cluster_named

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kappa.host import free_port
+from kappa.host import free_ports
 from kappa_benchmarks.harness import (
     Json,
     note,
@@ -72,7 +72,7 @@ def route_proxy(
         loads = loads_of(size, rate, output)
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        log, ports = folder / "servers.log", (free_port(HOST), free_port(HOST))
+        log, ports = folder / "servers.log", free_ports(HOST, 2)
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         first, second = (
             ("-m", EMULATED, str(port), "--speed", str(speed), "--load-token-us", "0",

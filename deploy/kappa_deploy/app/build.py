@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from kappa.keys import digest_of, new_key
+from kappa.keys import bearer, digest_of, new_key
 from kappa.settings.cluster import ClusterSettings
 from kappa_deploy.app.errors import PreflightError
 from kappa_deploy.app.model import Model
@@ -140,4 +140,4 @@ def own_digests(settings: ClusterSettings) -> dict[bytes, str]:
 
 def own_headers(settings: ClusterSettings) -> dict[str, str]:
     """The headers of our own requests: this process' key; empty where requests need no key."""
-    return {"authorization": f"Bearer {_OWN_KEY}"} if settings.tenants.closed else {}
+    return bearer(_OWN_KEY) if settings.tenants.closed else {}

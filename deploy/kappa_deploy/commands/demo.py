@@ -22,12 +22,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kappa.slo import OBJECTIVE
+from kappa_deploy.commands.console import Json, percent, print_json, print_table
 from kappa_deploy.commands.demo_rows import HEADER, OTHERS, TOKENS, Row, Worth, line, print_compared
 from kappa_deploy.commands.serve import Config, Policy, running, settings_or_exit
 from kappa_loadtest.client import EndpointError
 from kappa_loadtest.run_folder import RequestRecord
 from kappa_loadtest.sessions import ChatSession, ChatTurn, chat_sessions, node_rows, replay
-from kappa_router.console import Json, fail, percent, print_json, print_table, warn
+from kappa_router.console import fail, warn
 from kappa_workload.sessions import demo_sessions_path, read_sessions
 
 # Each of them has so long for all requests.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kappa_router.console import print_table, seconds
+from kappa_deploy.commands.console import print_table, seconds
 
 OTHERS = {"round_robin": "round robin", "ray_prefix": "prefix affinity (Ray Serve LLM's)"}
 """What ours is compared with: policies of others by our names for them, reimplemented."""

@@ -18,8 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from kappa import metrics as m
 from kappa.hardware import node_profile
 from kappa.host import EXAMINATIONS, installed, version_of
+from kappa_deploy.commands import console
 from kappa_deploy.commands.serve import Config, settings_or_exit
-from kappa_router.console import ApiKey, Json, cluster_at, fail, print_json, print_table, print_text
+from kappa_router.console import fail
 
 if TYPE_CHECKING:
     from kappa_deploy.checks.facts import Facts, Probe
@@ -36,7 +37,7 @@ _PROBE_BLOCKS = 6
 def doctor(
     url: Annotated[str | None, typer.Option(help="A running cluster to look over, too.")] = None,
     config: Config = None,
-    key: ApiKey = None,
+    key: console.ApiKey = None,
     probe: Annotated[
         bool, typer.Option(help="Send a prompt twice, to compare expected with found hits.")
     ] = True,
@@ -53,7 +54,7 @@ def doctor(
         Path | None, typer.Option(help="With --gpu: a folder; default: random weights.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="With --gpu: the folder of its results.")] = None,
-    json_output: Json = False,
+    json_output: console.Json = False,
 ) -> None:
     """Check this machine, with --config a cluster file, with --url a running cluster; 1 if bad."""
     if gpu:
@@ -71,14 +72,16 @@ def doctor(
             {"check": one.where, "status": one.severity, "figure": one.what, "remedy": one.remedy}
             for one in found
         ]
-        print_json({"checks": rows, **count})
+        console.print_json({"checks": rows, **count})
     else:
         shown = [(one.where, one.severity, one.what) for one in found]
-        print_table(None, ("check", "", "found"), shown, left=3)
+        console.print_table(None, ("check", "", "found"), shown, left=3)
         for one in found:
             if one.remedy:
-                print_text(f"{one.where}: {one.remedy}")
-        print_text(", ".join(f"{number} {status}" for status, number in count.items() if number))
+                console.print_text(f"{one.where}: {one.remedy}")
+        console.print_text(
+            ", ".join(f"{number} {status}" for status, number in count.items() if number)
+        )
     raise typer.Exit(1 if count["fail"] else 0)
 
 
@@ -96,7 +99,7 @@ def _climb(
     except ValueError as error:
         fail(str(error), 2)
     if as_json:
-        print_json(result)
+        console.print_json(result)
     raise typer.Exit(0 if result["ok"] else 1)
 
 
@@ -124,7 +127,7 @@ def _facts(url: str | None, config: Path | None, key: str | None, probe: bool) -
 
 def _of_cluster(url: str, key: str | None, probe: bool) -> dict[str, Any]:
     """The answers of a cluster, as fields of `Facts`."""
-    with cluster_at(url, key, _TIMEOUT_S) as client:
+    with console.cluster_at(url, key, _TIMEOUT_S) as client:
         nodes = _get(client, "/v1/nodes")["nodes"]
         sent = send_twice(client, nodes) if probe and nodes else None
         found = {

@@ -10,8 +10,8 @@ import numpy as np
 
 from kappa.cost import kappa_crit
 from kappa.shapes import model_shape
+from kappa_deploy.commands.console import print_json, print_text
 from kappa_deploy.commands.demo_rows import HEADER, OTHERS, Row, Worth, line, print_compared
-from kappa_router.console import print_json, print_text
 from kappa_simulator.clusters import KINDS, SimulatedCluster
 from kappa_simulator.outcome import Outcome
 from kappa_simulator.run import SimulationConfig, simulate, traffic_of

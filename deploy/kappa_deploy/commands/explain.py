@@ -28,15 +28,15 @@ from kappa.plans.rates import LineFit, PlanRates, rates_from_law
 from kappa.power import table5_rows
 from kappa.shapes import SHAPES, model_shape
 from kappa.silicon import silicon_table
-from kappa_router.console import (
+from kappa_deploy.commands.console import (
     Json,
     KvDtype,
     bad_parameter,
     print_json,
     print_table,
     print_text,
-    warn,
 )
+from kappa_router.console import warn
 
 _NODES = ("h100-pcie5", "gh200-c2c")
 _SEGMENTS = {"K": "load", "A": "activations", "R": "recompute", "C": "stays in host memory"}

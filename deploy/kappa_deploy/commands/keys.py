@@ -29,7 +29,8 @@ from kappa.keys import (
     read_digests,
     read_entries,
 )
-from kappa_router.console import Json, fail, print_json, print_table, warn
+from kappa_deploy.commands.console import Json, print_json, print_table
+from kappa_router.console import fail, warn
 
 app = typer.Typer(help="API keys: make, hash, list.", no_args_is_help=True)
 

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from kappa.power import node_power, unnoticed_cap
-from kappa_router import console
+from kappa_deploy.commands import console
+from kappa_router.console import fail
 
 _DECISIONS = 4096
 _TIMEOUT_S = 30.0
@@ -34,7 +35,7 @@ def power(
         answer = client.get(f"/v1/decisions?limit={_DECISIONS}").raise_for_status()
         rows = node_rows(nodes, answer.json()["decisions"], tolerance)
     if not any(row["source"] for row in rows):
-        console.fail(
+        fail(
             f"no node of {url} reports its power: their GPUs are not in the catalogue, and there "
             "is no NVML",
             2,

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kappa.settings.cluster import home
-from kappa_deploy.commands.serve import Config, running, settings_or_exit
-from kappa_router.console import (
+from kappa_deploy.commands.console import (
     ApiKey,
     Json,
     cluster_at,
@@ -18,6 +17,7 @@ from kappa_router.console import (
     print_text,
     seconds,
 )
+from kappa_deploy.commands.serve import Config, running, settings_or_exit
 
 _TIMEOUT_S = 200.0
 _BAR = 24

@@ -21,13 +21,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from kappa_deploy.commands import console
 from kappa_loadtest.client import EndpointError, EndpointSettings
 from kappa_loadtest.cluster import Surveyed, survey
 from kappa_loadtest.options import LoadOptions
 from kappa_loadtest.run import Played, play, showing, streams_allowed
 from kappa_loadtest.run_folder import OPTIONS, RunFolder, RunFolderError, locked, read_run
 from kappa_loadtest.runner import Counts, RunSettings
-from kappa_router import console
+from kappa_router.console import warn
 from kappa_workload.replay import ReplaySession
 
 _SECRET = ("--key", "--tenant-key")
@@ -88,7 +89,7 @@ def replay(
             played = _play(run_folder, endpoint, settings, traffic, options.requests)
             figures = _report(folder, json_output)
         except (OSError, RunFolderError) as error:
-            console.warn(f"no report: {error}")
+            warn(f"no report: {error}")
             raise typer.Exit(1) from None
     if played is None:
         raise typer.Exit(1)
@@ -117,7 +118,7 @@ def _ready(
     workload = options.open()
     count = sum(len(session.turns) for session in workload.sessions)
     took = f"{options.workload}: {count:,} requests of {len(workload.sessions):,} sessions"
-    console.warn("\n  ".join([f"{took}, read as: {workload.source}", *workload.notes]), "dim")
+    warn("\n  ".join([f"{took}, read as: {workload.source}", *workload.notes]), "dim")
     options.replay(workload, None)
     surveyed: Surveyed | None = None
     try:
@@ -129,11 +130,11 @@ def _ready(
             raise ValueError(f"{error}. Nothing was sent; {remedy}") from None
         if not is_new:
             raise
-        console.warn(str(error))
+        warn(str(error))
     if surveyed is not None and not options.model:
         options = replace(options, model=surveyed.models[0])
     elif surveyed is not None and options.model not in surveyed.models:
-        console.warn(f"{options.url} lists {', '.join(surveyed.models)}, not {options.model!r}")
+        warn(f"{options.url} lists {', '.join(surveyed.models)}, not {options.model!r}")
     return options, surveyed, options.replay(workload, surveyed)
 
 
@@ -151,7 +152,7 @@ def _play(
         with showing(counts, total, Console(stderr=True)):
             played = asyncio.run(play(endpoint, settings, traffic, run_folder, counts))
     except (OSError, ValueError) as error:
-        console.warn(f"the run could not go on: {error}")
+        warn(f"the run could not go on: {error}")
     finally:
         run_folder.close()
     client = counts.to_dict()

@@ -11,7 +11,7 @@ import typer
 from kappa import paper
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.shapes import model_shape
-from kappa_router.console import Json, KvDtype, bad_parameter, print_json, print_text
+from kappa_deploy.commands.console import Json, KvDtype, bad_parameter, print_json, print_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kappa_router.console import ApiKey, Json, api_key, fail
+from kappa.keys import bearer
+from kappa_deploy.commands.console import ApiKey, Json, api_key
+from kappa_router.console import fail
 
 if TYPE_CHECKING:
     from kappa_router.rollout_journal import RolloutSegment
@@ -153,8 +155,7 @@ def _read(path: Path) -> Iterator[str]:
 def _fetched(where: str, key: str | None) -> Iterator[str]:
     import httpx
 
-    key = api_key(key)
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+    headers = bearer(api_key(key))
     try:
         with httpx.stream("GET", where, headers=headers, timeout=_TIMEOUT_S) as answer:
             if answer.status_code != 200:

@@ -16,9 +16,11 @@ from typing import Annotated, Any
 import httpx
 import typer
 
+from kappa.settings.base import changed_sections
 from kappa.settings.cluster import ClusterSettings, home, load_settings
 from kappa.settings.pools import ModelSettings
-from kappa_router.console import bad_parameter, fail, print_json, print_table, print_text, warn
+from kappa_deploy.commands.console import bad_parameter, print_json, print_table, print_text
+from kappa_router.console import fail, warn
 
 _LOOK_S = 1.0
 _WIDE = 100
@@ -163,10 +165,7 @@ def settings_or_exit(
             changes = settings_without_file(read_machine(), _disk_dir())
         settings = load_settings(config, **changes)
         changes |= {} if log_level is None else {"log_level": log_level}
-        for section, options in given.items():
-            changed = {name: value for name, value in options.items() if value is not None}
-            if changed:
-                changes[section] = {**getattr(settings, section).model_dump(), **changed}
+        changes |= changed_sections(settings, given)
         if changes:
             settings = load_settings(config, **changes)
     except ValueError as error:

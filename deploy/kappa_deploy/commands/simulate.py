@@ -19,7 +19,7 @@ from rich.progress import Progress
 from kappa.checks import unknown_name
 from kappa.shapes import model_shape
 from kappa.silicon import silicon_table
-from kappa_router import console
+from kappa_deploy.commands import console
 from kappa_router.policy import policy_named
 from kappa_scheduler.catalogue import SCHEDULERS
 from kappa_simulator.clusters import cluster_named, scaled

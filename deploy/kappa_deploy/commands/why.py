@@ -13,7 +13,8 @@ from urllib.parse import quote
 
 import typer
 
-from kappa_router.console import ApiKey, Json, cluster_at, fail, print_json, print_text, seconds
+from kappa_deploy.commands.console import ApiKey, Json, cluster_at, print_json, print_text, seconds
+from kappa_router.console import fail
 
 _WIDTH = 48
 _EIGHTHS = " ▏▎▍▌▋▊▉█"

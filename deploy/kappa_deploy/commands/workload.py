@@ -14,8 +14,8 @@ import typer
 
 from kappa.cost import kappa_crit
 from kappa.shapes import model_shape
+from kappa_deploy.commands import console
 from kappa_loadtest.datasets import open_workload
-from kappa_router import console
 from kappa_simulator.clusters import SimulatedCluster, cluster_named
 from kappa_workload.analysis import Ratios, analyse, engine_ratios, source_ratios
 from kappa_workload.replay import ENGINE_BLOCK_TOKENS

@@ -6,7 +6,7 @@ which are looked for when each section is sound.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -89,6 +89,19 @@ def settings_from(
             f"  {'.'.join(_shown(loc)) or '(file)'}: {reason}" for loc, reason in faults_in(error)
         )
         raise SettingsError(f"{where}: {error.error_count()} fault(s)\n{faults}") from None
+
+
+def changed_sections(
+    settings: Section, options: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Overrides for `settings_from` by which options, by section, go before these settings. An
+    option that is None was not given."""
+    changes = {}
+    for section, given in options.items():
+        changed = {name: value for name, value in given.items() if value is not None}
+        if changed:
+            changes[section] = {**getattr(settings, section).model_dump(), **changed}
+    return changes
 
 
 def _shown(loc: tuple[int | str, ...]) -> list[str]:

@@ -24,9 +24,8 @@ import msgspec
 import numpy as np
 
 from kappa.host import die_with_parent
-from kappa.incremental_tokenizer import Ids, IncrementalTokenizer
+from kappa.incremental_tokenizer import Encode, Ids, IncrementalTokenizer
 
-Encode = Callable[[list[str]], list[Ids]]
 """Ids of each of some texts, without special tokens around them."""
 
 # A template that looks into a list of content parts gets the list from vLLM, any other one string.
@@ -96,9 +95,8 @@ class PromptTokenizer:
             ids = self._tokenizer(text, add_special_tokens=special).input_ids
             return np.asarray(ids, dtype=np.int64)
         found = self._incremental.look_up(text, tenant)
-        encode = encode or self.encode
-        found.fill(encode(found.missing) if found.missing else [], self._incremental.cache)
-        return self._incremental.finish(found, add_special_tokens=special).astype(np.int64)
+        ids = self._incremental.finish(found, add_special_tokens=special, encode=encode)
+        return ids.astype(np.int64)
 
     def encode(self, texts: list[str]) -> list[Ids]:
         """Ids of parts of prompts, int32; nothing is remembered."""

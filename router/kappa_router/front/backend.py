@@ -21,6 +21,7 @@ import structlog
 from yarl import URL
 
 from kappa.hardware import node_profile
+from kappa.keys import bearer
 from kappa.protocol import Admission, Announcement, LoadSample, WorkerReport
 from kappa.settings.front import BackendSettings, ProbeSettings
 from kappa.shapes import SHAPES, model_shape
@@ -196,8 +197,7 @@ class Backend:
 
     async def _get(self, path: str, body: Any = None) -> tuple[int, bytes]:
         key = self.settings.key
-        headers = {"accept-encoding": "identity"}
-        headers |= {"authorization": f"Bearer {key}"} if key else {}
+        headers = {"accept-encoding": "identity", **bearer(key)}
         url, method = URL(self.settings.url + path, encoded=True), "GET" if body is None else "POST"
         async with self._http.request(
             method, url, json=body, headers=headers, allow_redirects=False

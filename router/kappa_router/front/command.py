@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kappa.settings.base import changed_sections
 from kappa.settings.front import FrontSettings, backend_of, load_front_settings
 from kappa_router.console import fail, warn
 
@@ -101,10 +102,7 @@ def front_settings_or_exit(
         if backends:
             changes["backends"] = [backend_of(text) for text in backends]
         settings = load_front_settings(config, **changes)
-        for section, options in given.items():
-            changed = {name: value for name, value in options.items() if value is not None}
-            if changed:
-                changes[section] = {**getattr(settings, section).model_dump(), **changed}
+        changes |= changed_sections(settings, given)
         return load_front_settings(config, **changes)
     except ValueError as error:
         fail(str(error), 2)

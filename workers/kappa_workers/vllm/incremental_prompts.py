@@ -74,7 +74,6 @@ class IncrementalPrompts:
         return {"prompt_token_ids": ids, **prompt}
 
     def _ids(self, known: Lookup, special: bool) -> list[int]:
-        known.fill(self._tokenizer.encode_parts(known.missing), self._tokenizer.cache)
         ids = self._tokenizer.finish(known, add_special_tokens=special)
         return self._numbers.take(ids).tolist()
 

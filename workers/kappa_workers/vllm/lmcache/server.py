@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kappa.host import die_with_parent, free_port
+from kappa.host import die_with_parent, free_ports
 
 VERSION = "0.5.6"
 STAMP = "complete"
@@ -92,7 +92,7 @@ class LmcacheServer:
         ports: Sequence[int] = (),
     ) -> None:
         """Start it on `ports` of this machine (its own, and of its metrics; none: free ones)."""
-        port, http_port = ports or (free_port(_HOST), free_port(_HOST))
+        port, http_port = ports or free_ports(_HOST, 2)
         self.url, self.http_url = f"tcp://{_HOST}:{port}", f"http://{_HOST}:{http_port}"
         with open(log or os.devnull, "ab") as output:
             self.process = subprocess.Popen(

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from kappa_router import console
+from kappa_deploy.commands import console
 
 
 def printed(monkeypatch: pytest.MonkeyPatch, width: int, columns, rows) -> list[str]:
