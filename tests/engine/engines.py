@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kappa.hardware import node_profile
+from kappa.hardware import REACHED, node_profile
 from kappa.plans.clo import SparseSettings
 from kappa.plans.load_plan import LoadPlan, layout
 from kappa.plans.planners import Cached, Planner, Planning, host_planners
@@ -126,7 +126,8 @@ LONG = prompt(40, seed=5)
 def even_rates(**costs: float) -> PlanRates:
     """A link and a gpu that are alike to OPT, so that a prefix comes half each way."""
     shape = weights("opt", torch.float64, "cpu").config.shape
-    node = node_profile("h100-pcie5")
+    # As announced: reached rates of a large model would outweigh the one that is set.
+    node = replace(node_profile("h100-pcie5"), **dict.fromkeys((*REACHED, "exposed"), 0.0))
     law = rates_from_law(shape, node)
     flops_per_s = node.flops_per_s * law.project_token_s / law.load_token_s
     return rates_from_law(shape, replace(node, flops_per_s=flops_per_s, **costs))

@@ -129,9 +129,9 @@ def test_hang_patience_is_120_s_plus_ten_longest_steps_and_loads():
         step=StepModel(0.01, 0.0, 0.0, 0.001, 0.5, dilation=4.0),
         node=SimpleNamespace(h2d_bytes_per_s=1e4, dilation=4.0),
     )  # fmt: skip
-    # Reading 3 contexts and a budget, (1100 + 1000 + 1000) x 0.001 s, is longer than computing
-    # 100 x 0.01 s: a step of 3.1 + 0.5 s. A load: 1000 x 50 / 10^4 = 5 s. Both four times as long.
-    assert hang_patience_s(said) == pytest.approx(120 + 10 * 4 * (3.6 + 5.0))
+    # The GEMMs' 100 x 0.01 s, then reading 3 contexts and a budget, (1100 + 1000 + 1000) x 0.001 s:
+    # a step of 1 + 3.1 + 0.5 s. A load: 1000 x 50 / 10^4 = 5 s. Both four times as long.
+    assert hang_patience_s(said) == pytest.approx(120 + 10 * 4 * (4.6 + 5.0))
 
 
 FENCED = """
