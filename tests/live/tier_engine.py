@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from kappa.cost import step_model
 from kappa.hardware import node_profile
 from kappa.host import free_port
 from kappa.model import kv_bytes_per_token
@@ -148,7 +149,7 @@ class TierEngine:
 def slow_rates():
     """Of a node that loads a token as fast as it computes one."""
     shape, profile = model_shape("llama-3.1-8b"), node_profile("pcie")
-    token_s = 2.0 * shape.params_active / profile.flops_per_s
+    token_s = step_model(shape, profile).token_s
     link = replace(profile, h2d_bytes_per_s=kv_bytes_per_token(shape) / token_s)
     return tail_rates(shape, link)
 
