@@ -109,6 +109,7 @@ def test_messages_and_responses_call_a_tool_whole_and_streamed(idle):
             **{k: v for k, v in ask.items() if k != "max_tokens"}
         ).input_tokens
         whole = client.messages.create(**ask)
+        idle.wait_idle()  # Else it may go where nobody is in its way.
         with client.messages.stream(**ask) as stream:
             live = stream.get_final_message()
     for made in (whole, live):

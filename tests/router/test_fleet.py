@@ -1,5 +1,6 @@
 """The fleet's arithmetic: what a request costs where, and queues that come and go."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -7,6 +8,8 @@ import numpy as np
 import pytest
 
 from kappa.hardware import NodeProfile
+from kappa.step_seconds import FACTORS
+from kappa_router.calibration import Calibration
 from kappa_router.decision import Held, PricedPrompt
 from kappa_router.fleet import Fleet
 from tests.router.building import NEVER, announcement, estimate, fleet_of, join
@@ -59,6 +62,15 @@ def test_interference_counts_less_when_every_worker_is_late():
     alone_s, together_s = estimate(one).interference_s, estimate(both).interference_s
     assert alone_s[0] > 0 and alone_s[1] == 0.0, "nothing is in flight on the other"
     assert together_s[0] == together_s[1] and 0 < together_s[0] < 0.2 * alone_s[0]
+
+
+def test_speed_without_factors_is_its_constants_alone():
+    made = fleet_of("h100-pcie5")
+    speed, alone_s = Calibration(announcement("w0", "h100-pcie5")).speed, estimate(made).work_s[0]
+    made.calibrate("w0", replace(speed, factors=(math.log(2.0),) * FACTORS), 0.0)
+    assert estimate(made).work_s[0] == pytest.approx(2 * alone_s)
+    made.calibrate("w0", replace(speed, factors=()), 0.0)
+    assert estimate(made).work_s[0] == alone_s
 
 
 def test_places_are_stable_while_others_come_and_go():
