@@ -96,8 +96,10 @@ class NodeProfile:
         return self.d2h_bytes_per_s or self.h2d_bytes_per_s
 
     def times(self, gpus: int) -> NodeProfile:
-        """So many of these as one worker."""
+        """So many of these as one worker, whose ranks wait for each other at each step."""
         rates = {n: gpus * getattr(self, n) for n in (*NODE_RATES, "hbm_bytes")}
+        waiting_s = _RANKS_S * math.log2(gpus) if self.peer_bytes_per_s else 0.0
+        rates["step_fixed_s"] = self.step_fixed_s + waiting_s
         return replace(self, **rates, gpus=gpus * self.gpus)
 
     def gemm_speedup(self, operand_bytes: float) -> float:
@@ -114,6 +116,10 @@ class NodeProfile:
         """From what `to_dict` gave; ValueError names an unknown, missing or unusable key."""
         return record_from(cls, data, "NodeProfile")
 
+
+# Each doubling of the GPUs adds this to a step: engines of Llama-3.1-70B on 2 to 8 H100, H200 and
+# B200 over the law of their kernels (tests/kappa/test_second_sources.py).
+_RANKS_S = 1.5e-3
 
 REACHED = "gemm_flops_per_s", "attention_flops_per_s", "weights_bytes_per_s", "kv_bytes_per_s"
 """What the parts of a step reach of a GPU's peaks."""

@@ -175,12 +175,13 @@ def silicon_table(name: str, path: Path = DATA) -> SiliconTable:
 
 
 def silicon_node(name: str) -> NodeProfile:
-    """The node of the catalogue, or several as one, that a table's GPUs are; ValueError for a name
-    that no table has."""
+    """The node of the catalogue, or several as one, that a table's GPUs are, without the host, of
+    which tables know nothing; ValueError for a name that no table has."""
     if name not in silicon_names():
         raise unknown_name("table of silicon", name, silicon_names(), "choose one")
     system, _, tp = name.split("/")
-    return node_profile(SYSTEMS[system]).times(int(tp.removeprefix("tp")))
+    node = node_profile(SYSTEMS[system]).times(int(tp.removeprefix("tp")))
+    return replace(node, step_fixed_s=0.0)
 
 
 def silicon_shape(model: str) -> ModelShape:

@@ -116,12 +116,13 @@ def test_small_prefills_are_bound_by_weight_reads() -> None:
 
 def test_tensor_parallelism_adds_sums_over_the_link_between_gpus() -> None:
     # Of 32 layers each token's 4,096 numbers of two bytes are summed twice, of four GPUs 2·3/4 of
-    # them sent by each: 786,432 bytes at 100 GB/s. 64 sums begin, at 5 us.
+    # them sent by each: 786,432 bytes at 100 GB/s. 64 sums begin, at 5 us, and four ranks wait for
+    # each other twice 1.5 ms.
     node = replace(PCIE, peer_bytes_per_s=100e9, peer_fixed_s=5e-6)
     one, four = (step_model(LLAMA, each) for each in (node, node.times(4)))
     assert (one.comm_token_s, one.fixed_s) == (0.0, 0.0)
     assert four.comm_token_s == pytest.approx(786_432 / 100e9)
-    assert four.fixed_s == pytest.approx(64 * 5e-6)
+    assert four.fixed_s == pytest.approx(64 * 5e-6 + 2 * 1.5e-3)
     assert four.token_s == pytest.approx(one.token_s / 4)
 
 
