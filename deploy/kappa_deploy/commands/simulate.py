@@ -20,6 +20,7 @@ from kappa.checks import unknown_name
 from kappa.shapes import model_shape
 from kappa.silicon import silicon_table
 from kappa_deploy.commands import console
+from kappa_router.console import warn
 from kappa_router.policy import policy_named
 from kappa_scheduler.catalogue import SCHEDULERS
 from kappa_simulator.clusters import cluster_named, scaled
@@ -149,7 +150,7 @@ def simulate(options: Options, json_output: console.Json = False) -> None:
         summary = outcome.summary()
         for name in sorted({node.silicon for node in config.cluster.nodes if node.silicon}):
             if parts := " and ".join(sorted(silicon_table(name).beyond)):
-                console.warn(f"{name} does not reach as far: {parts} continued as the law has them")
+                warn(f"{name} does not reach as far: {parts} continued as the law has them")
     if json_output:
         console.print_json(summary)
     else:
