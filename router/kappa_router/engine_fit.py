@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -75,7 +76,7 @@ _LEAST_S = 1e-9
 Floats = NDArray[np.float64]
 Observations = NDArray[np.void]
 Places = NDArray[np.intp]
-Work = list[tuple[float, float]]
+Work = list[tuple[int, int]]
 """A step's requests: the new tokens of each, and the tokens of its context before them."""
 
 _factor = interpreted(step_seconds.factor)
@@ -98,7 +99,7 @@ class EngineSpeed:
     factors: tuple[float, ...] = ()
     step_factor: float = 0.0
 
-    def step_s(self, work: Work) -> float:
+    def step_s(self, work: Sequence[tuple[float, float]]) -> float:
         """Real seconds of one step."""
         total = batch_work(work)
         seconds = self.step.work_s(total) * self.step.dilation
