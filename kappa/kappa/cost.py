@@ -369,8 +369,8 @@ def idle_cost(counts: TokenCounts, shape: ModelShape, node: NodeProfile) -> Idle
 
 
 def kappa_eff(shape: ModelShape, node: NodeProfile, new_tokens: float) -> float:
-    """The least κ, fractional, at which loading takes as long as computing, whose attention grows
-    with what is loaded; as `least_ratio` has it."""
+    """The least κ, fractional, at which loading takes as long as computing, attention to the loaded
+    tokens included; as `least_ratio` has it."""
     new = max(new_tokens, 1)
     return least_ratio(
         lambda ratio: load_s(shape, node, ratio * new) >= compute_s(shape, node, new, ratio * new)

@@ -126,7 +126,7 @@ class EngineSpeed:
 @functools.lru_cache(maxsize=1024)
 def critical_ratio(speed: EngineSpeed) -> float:
     """The κ from which on a request of `QUESTION_TOKENS` is memory-bound on an idle engine;
-    infinite where attention to what is loaded takes longer than loading it."""
+    infinite where attention to a loaded token takes longer than its load."""
 
     def memory_bound(ratio: float) -> bool:
         cached = ratio * QUESTION_TOKENS

@@ -4,7 +4,7 @@
   bring KV from a peer first.
 * `ttft`: least predicted time to first token, plus the delay it puts on those that decode there.
 * `threshold`: paper 001 §7.3 with caches: on each worker the longer of the request's load and its
-  computing is what is compared.
+  computing is compared.
 * `threshold_literal`: §7.3 as printed. It looks at one ratio and at links, not at where the cache
   is, nor at the queue (except to break ties): kept as explanation and baseline.
 * `least_backlog`: least queued work; used when nothing is known of the request.

@@ -194,10 +194,13 @@ FIT_GOALS = {
 # -- the threshold --------------------------------------------------------------------------------
 
 THRESHOLDS = {
-    "h100_sxm/llama-3.1-8b/tp1": 54e9, "h100_sxm/llama-3.1-70b/tp4": 54e9,
-    "h100_sxm/qwen3-30b-a3b/tp1": 54e9, "a100_sxm/qwen3-30b-a3b/tp1": 25e9,
-    "gb200/qwen3-30b-a3b/tp1": 172e9, "l40s/qwen3-30b-a3b/tp1": 25e9,
-}  # fmt: skip
+    "h100_sxm/llama-3.1-8b/tp1": 54e9,
+    "h100_sxm/llama-3.1-70b/tp4": 54e9,
+    "h100_sxm/qwen3-30b-a3b/tp1": 54e9,
+    "a100_sxm/qwen3-30b-a3b/tp1": 25e9,
+    "gb200/qwen3-30b-a3b/tp1": 172e9,
+    "l40s/qwen3-30b-a3b/tp1": 25e9,
+}
 """Tables, and bytes/s that a link to the host sustains for each GPU."""
 _THRESHOLD_NEW = 256, 512, 2048, 8192
 

@@ -183,7 +183,7 @@ def test_nodes_say_that_they_are_paced_and_how(idle):
         assert row["profile_error"] is None
         assert row["measured"]["h2d_bytes_per_s"] > 0
     pcie, c2c = sorted(idle.nodes(), key=lambda row: row["profile"]["h2d_bytes_per_s"])
-    # Links are 375 to 55 GB/s; attention to what is loaded takes the threshold further, or away.
+    # Links are 375 to 55 GB/s; attention to loaded tokens takes the threshold further, or away.
     assert c2c["kappa_crit"] is None or c2c["kappa_crit"] > 4 * pcie["kappa_crit"] > 0
 
 
