@@ -31,8 +31,9 @@ RATIOS = PanelRow(
     "Ratio against critical ratio",
     (
         Panel("Ratio of the requests, and the node's critical ratio", "Cached over new tokens of "
-              "the requests that a node got, and the ratio from which a request is memory-bound "
-              "there. Above the line the link decides, below it the GPU.", "none",
+              "the requests that a node got, and the ratio from which one of 128 new tokens is "
+              "memory-bound there. Well above the line the link decides, well below it the GPU.",
+              "none",
               (Query(quantile(0.5, m.RATIO, ("node",), NODE), "{{node}} P50"),
                Query(quantile(0.9, m.RATIO, ("node",), NODE), "{{node}} P90"),
                gauge_by_node(m.CRITICAL_RATIO, "{{node}} critical")), width=10),

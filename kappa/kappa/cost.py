@@ -29,7 +29,7 @@ from kappa.model import (
     attention_flops,
     expert_params,
     gemm_flops,
-    kv_bytes_per_token,
+    kv_bytes,
     weight_bytes,
 )
 
@@ -77,6 +77,11 @@ _steps_arrays_s: Any = interpreted(step_seconds.steps_s, max=np.maximum)
 # A context so long that the pairs among the new tokens do not count.
 _FAR_TOKENS = 1_000_000.0
 _MOST_RATIO, _RATIO_ERROR = 2.0**40, 1e-12
+# A link may be learnt to take nothing for a token; ratios stay finite.
+_LEAST_TOKEN_S = 1e-12
+
+QUESTION_TOKENS = 128
+"""The κ_crit of a worker alone is that of a request with this many new tokens."""
 
 
 class StepWork(NamedTuple, Generic[N]):
@@ -101,7 +106,7 @@ def decode_work(requests: N, context_tokens: N) -> StepWork[N]:
 
 
 def batch_work(
-    chunks: Iterable[tuple[int, int]], requests: int = 0, context_tokens: int = 0
+    chunks: Iterable[tuple[float, float]], requests: float = 0, context_tokens: float = 0
 ) -> StepWork[float]:
     """What one step over [(new tokens, context tokens before them)] and decoding requests does."""
     tokens, reads = requests, context_tokens + requests
@@ -258,6 +263,7 @@ def step_model(
     gemm_flops_per_s = node.gemm_flops_per_s or node.flops_per_s
     attention_flops_per_s = node.attention_flops_per_s or node.flops_per_s
     weights_bytes_per_s = node.weights_bytes_per_s or node.hbm_bytes_per_s
+    kv_bytes_per_s = node.kv_bytes_per_s or node.hbm_bytes_per_s
     in_experts, idle = expert_params(shape)
     expert_bytes = in_experts * shape.weight_dtype_bytes
     sums = 2 * shape.layers if node.gpus > 1 else 0
@@ -265,7 +271,7 @@ def step_model(
         token_s=gemm_flops(shape) / (gemm_flops_per_s * node.gemm_speedup(shape.gemm_bytes)),
         pair_s=attention_flops(shape, new_tokens, context_tokens) / pairs / attention_flops_per_s,
         weights_s=(weight_bytes(shape) - expert_bytes) / weights_bytes_per_s,
-        context_token_s=kv_bytes_per_token(shape) / (node.kv_bytes_per_s or node.hbm_bytes_per_s),
+        context_token_s=kv_bytes(shape, 1.0, node.gpus) / kv_bytes_per_s,
         fixed_s=node.step_fixed_s + sums * node.peer_fixed_s,
         dilation=node.dilation,
         experts_s=expert_bytes / weights_bytes_per_s,
@@ -280,8 +286,9 @@ def step_model(
 
 
 def load_token_s(shape: ModelShape, node: NodeProfile) -> float:
-    """Seconds of link time to bring the KV of one token to the device."""
-    return kv_bytes_per_token(shape) / node.h2d_bytes_per_s
+    """Seconds of link time to bring the KV of one token to the device, to all its GPUs if they are
+    several."""
+    return kv_bytes(shape, 1.0, node.gpus) / node.h2d_bytes_per_s
 
 
 def transfer_s(tokens: N, token_s: float, fixed_s: float) -> N:
@@ -325,25 +332,45 @@ def ttft_s(shape: ModelShape, node: NodeProfile, cached_tokens: float, new_token
     return loading_s + compute_s(shape, node, new_tokens, cached_tokens)
 
 
-def critical_ratio(token_s: float, link_bytes_per_s: float, token_bytes: float) -> float:
-    """κ_crit: seconds to compute a new token over seconds to load a cached one."""
-    return token_s * link_bytes_per_s / token_bytes
+def bound(loading_s: float, computing_s: float) -> Bound:
+    """What bounds a request: `memory` if loading takes as long as computing, or longer."""
+    return "memory" if loading_s >= computing_s else "compute"
 
 
-def kappa_crit(shape: ModelShape, node: NodeProfile) -> float:
-    """κ_crit = (2P/M)·(B/G), paper 001 Eq. 6: no attention, no floor, no fixed cost."""
-    flops_per_byte = 2.0 * shape.params_active / kv_bytes_per_token(shape)
-    return flops_per_byte * node.h2d_bytes_per_s / node.flops_per_s
+def kappa_crit(counts: TokenCounts, loading_s: float, computing_s: float, token_s: float) -> float:
+    """κ_crit of a request: the κ at which loading would take the seconds that computing takes
+    behind the context that the request has. Its own κ is at or above it where it is memory-bound.
+
+    token_s: seconds by which a further cached token lengthens the load.
+    """
+    level = counts.cached_tokens + (computing_s - loading_s) / max(token_s, _LEAST_TOKEN_S)
+    return max(level, 0.0) / max(1, counts.new_tokens)
 
 
-def bound(counts: TokenCounts, shape: ModelShape, node: NodeProfile) -> Bound:
-    """The paper's label of a request on a node: memory-bound from κ = κ_crit up (Eq. 5)."""
-    return "memory" if counts.ratio >= kappa_crit(shape, node) else "compute"
+class IdleCost(NamedTuple):
+    """A request on an idle node: seconds of its load and of computing its new tokens in one step,
+    and what follows from these two."""
+
+    load_s: float
+    compute_s: float
+    kappa_crit: float
+    bound: Bound
+
+
+def idle_cost(counts: TokenCounts, shape: ModelShape, node: NodeProfile) -> IdleCost:
+    """The cost of a request on an idle node, by the law."""
+    context_tokens = counts.device_tokens + counts.cached_tokens
+    seconds = (
+        load_s(shape, node, counts.cached_tokens),
+        compute_s(shape, node, counts.new_tokens, context_tokens),
+    )
+    critical = kappa_crit(counts, *seconds, load_token_s(shape, node))
+    return IdleCost(*seconds, critical, bound(*seconds))
 
 
 def kappa_eff(shape: ModelShape, node: NodeProfile, new_tokens: float) -> float:
-    """The least κ, fractional, at which loading first and computing then takes twice the compute
-    time, attention included; as `least_ratio` has it."""
+    """The least κ, fractional, at which loading takes as long as computing, attention to the loaded
+    tokens included; as `least_ratio` has it."""
     new = max(new_tokens, 1)
     return least_ratio(
         lambda ratio: load_s(shape, node, ratio * new) >= compute_s(shape, node, new, ratio * new)

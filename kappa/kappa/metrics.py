@@ -52,7 +52,9 @@ REQUEST_SECONDS = _histogram(
     "kappa_request_seconds", "a request at the front door, its answer included", _SECONDS
 )
 RATIO = _histogram("kappa_request_ratio", "cached-to-new ratio on the chosen node", _RATIOS, "node")
-CRITICAL_RATIO = _gauge("kappa_critical_ratio", "critical ratio of a node", "node")
+CRITICAL_RATIO = _gauge(
+    "kappa_critical_ratio", "critical ratio of a node for 128 new tokens", "node"
+)
 PREDICTED_TTFT = _histogram(
     "kappa_predicted_ttft_seconds", "predicted time to first token", _SECONDS, "node"
 )

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kappa.checks import record_from
-from kappa.cost import StepModel, StepWork, critical_ratio
+from kappa.cost import StepModel, StepWork
 from kappa.hardware import NodeProfile
 
 PROTOCOL = 1
@@ -155,9 +155,10 @@ class Announcement:
     protocol: int = PROTOCOL
 
     @property
-    def kappa_crit(self) -> float:
-        """κ_crit of the worker, for the model that it serves or emulates."""
-        return critical_ratio(self.step.token_s, self.node.h2d_bytes_per_s, self.kv_bytes_per_token)
+    def kappa_literal(self) -> float:
+        """κ_crit as paper 001 prints it (Eq. 6), a constant of the worker: announced seconds of a
+        token's products over those of its load, without attention, reads and fixed costs."""
+        return self.step.token_s * self.node.h2d_bytes_per_s / self.kv_bytes_per_token
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

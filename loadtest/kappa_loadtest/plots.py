@@ -155,8 +155,8 @@ def _rates_over_time(figure: Figure, table: pl.DataFrame, summary: Summary) -> N
 
 
 def _ratio_by_node(figure: Figure, table: pl.DataFrame, summary: Summary) -> None:
-    """κ of the sampled requests against the node that served them, with each node's κ_crit."""
-    done = table.drop_nulls(["ttft_s", "ratio"])
+    """κ over κ_crit of the sampled requests, by the node that served them."""
+    done = table.drop_nulls(["ttft_s", "ratio", "crit"])
     by_node = _by_node(sampled(done.filter(pl.col("node") != "")))
     if not by_node:
         return
@@ -164,18 +164,15 @@ def _ratio_by_node(figure: Figure, table: pl.DataFrame, summary: Summary) -> Non
     axes = figure.subplots()
     rng = np.random.default_rng(0)
     for place, (_, points) in enumerate(by_node):
-        # No cached tokens has no logarithm: drawn at the left edge.
-        ratios = points["ratio"].clip(1e-2)
+        # No cached tokens has no logarithm: drawn at the left edge; κ_crit of 0: at the right one.
+        ratios = (points["ratio"] / points["crit"]).clip(1e-3, 1e3)
         heights = place + rng.uniform(-0.28, 0.28, points.height)
         axes.scatter(ratios, heights, s=7, alpha=0.5, color=COLOURS[place], linewidths=0)
-        known = points["crit"].drop_nulls()
-        if len(known):
-            crit = known[-1]
-            axes.plot([crit, crit], [place - 0.42, place + 0.42], color=_FAILED, linewidth=1.6)
     axes.set_yticks(range(len(by_node)), [_short(node) for node, _ in by_node])
     logarithmic(axes, "x")
     axes.set_ylim(len(by_node) - 0.4, -0.6)
-    axes.set(xlabel="κ = cached / new tokens (0 at 0.01); red: the node's κ_crit")
+    axes.axvline(1.0, color=_FAILED, linewidth=1.6)
+    axes.set(xlabel="κ / κ_crit, from 0.001 to 1,000; right of the red line: memory-bound")
 
 
 def cdf(values: pl.Series, points: int = 400) -> tuple[Floats, Floats]:

@@ -74,7 +74,7 @@ SCHEMA: dict[str, Any] = {
 
 ttft_s, tpot_s, e2e_s: from when it was due; null for a request that failed. late_s, actual_queue_s,
 actual_load_s, actual_compute_s, way_s, unknown_s: the parts of its TTFT (`_split`). bound:
-`memory-bound` if its ratio is at or above the node's critical ratio, else `compute-bound`. met:
+`memory-bound` if its ratio is at or above its critical ratio there, else `compute-bound`. met:
 null where there was no objective for it.
 """
 

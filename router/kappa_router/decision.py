@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa.cost import TokenCounts
+from kappa.cost import Bound, TokenCounts, bound, kappa_crit
 from kappa.hardware import NodeProfile
 from kappa_router.index.prefix_hash import UInt64s
-
-MEMORY, COMPUTE = "memory", "compute"
 
 Floats = NDArray[np.float64]
 Slots = NDArray[np.intp]
@@ -197,7 +195,8 @@ class Estimates:
     h2d_bytes_per_s = Column()
     flops_per_s = Column()
     cost_per_hour = Column()
-    kappa_crit = Column()
+    # The constant of paper 001, Eq. 6.
+    kappa_literal = Column()
     # The network: tokens to fetch, seconds for that (infinite where there is no room for them), and
     # seconds queued ahead on the cards of both ends.
     fetch_tokens = Column()
@@ -235,7 +234,7 @@ class Estimates:
         return PricedWorker(
             self.workers[index], self.nodes[index],
             TokenCounts(int(device), int(cached), int(new), int(row.disk_tokens)),
-            row.kappa_crit, max(queue_s, 0.0), row.load_s, row.compute_s, row.ttft_s,
+            row.load_token_s, max(queue_s, 0.0), row.load_s, row.compute_s, row.ttft_s,
             row.tpot_impact_s, max(row.link_backlog_s, row.gpu_backlog_s), int(row.in_flight),
             plan.kind if plan is not None else "",
             plan.recomputed_tokens if plan is not None else 0, row.ttft_sd,
@@ -257,7 +256,8 @@ class PricedWorker(NamedTuple):
     worker: str
     node: NodeProfile
     counts: TokenCounts
-    kappa_crit: float
+    # Of a cached token that is loaded.
+    load_token_s: float
     # From now until its own load or prompt could start.
     queue_s: float
     load_s: float
@@ -283,9 +283,14 @@ class PricedWorker(NamedTuple):
         return tokens | {name: getattr(self, name) for name in _PREDICTED}
 
     @property
-    def bound(self) -> str:
-        """`memory` if the request's ratio here is at or above the node's critical ratio."""
-        return MEMORY if self.counts.ratio >= self.kappa_crit else COMPUTE
+    def kappa_crit(self) -> float:
+        """As `kappa.cost.kappa_crit`, by the seconds predicted here."""
+        return kappa_crit(self.counts, self.load_s, self.compute_s, self.load_token_s)
+
+    @property
+    def bound(self) -> Bound:
+        """As `kappa.cost.bound`, by the seconds predicted here."""
+        return bound(self.load_s, self.compute_s)
 
 
 @dataclass(frozen=True, slots=True)

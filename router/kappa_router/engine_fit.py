@@ -9,7 +9,9 @@ the router predicts. Pure.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ from numpy.typing import NDArray
 
 from kappa import step_seconds
 from kappa.compiled import compiled, interpreted
-from kappa.cost import StepLimit, StepModel, batch_work, transfer_s
+from kappa.cost import QUESTION_TOKENS, StepLimit, StepModel, batch_work, least_ratio, transfer_s
 
 # Of observations.
 KINDS = STEP, LOAD, TTFT, GAP = 0, 1, 2, 3
@@ -97,7 +99,7 @@ class EngineSpeed:
     factors: tuple[float, ...] = ()
     step_factor: float = 0.0
 
-    def step_s(self, work: Work) -> float:
+    def step_s(self, work: Sequence[tuple[float, float]]) -> float:
         """Real seconds of one step."""
         total = batch_work(work)
         seconds = self.step.work_s(total) * self.step.dilation
@@ -114,10 +116,23 @@ class EngineSpeed:
         most = limit.tokens(len(decoding), context, behind_tokens, left_tokens, waited_s)
         return int(min(most, self.budget_tokens))
 
-    def load_s(self, tokens: int, disk_tokens: int = 0) -> float:
+    def load_s(self, tokens: float, disk_tokens: float = 0) -> float:
         """Real seconds of link time for `tokens`, some of them on disk; none costs nothing."""
         link_s = transfer_s(tokens, self.load_token_s, self.load_fixed_s)
         return link_s + min(disk_tokens, tokens) * self.disk_token_s
+
+
+# Asked for at each scrape, and the same until something is learnt.
+@functools.lru_cache(maxsize=1024)
+def critical_ratio(speed: EngineSpeed) -> float:
+    """The κ from which on a request of `QUESTION_TOKENS` is memory-bound on an idle engine;
+    infinite where attention to a loaded token takes longer than its load."""
+
+    def memory_bound(ratio: float) -> bool:
+        cached = ratio * QUESTION_TOKENS
+        return speed.load_s(cached) >= speed.step_s([(QUESTION_TOKENS, cached)])
+
+    return least_ratio(memory_bound)
 
 
 class Prior(NamedTuple):

@@ -163,7 +163,7 @@ class Fleet:
         self._set(
             slot,
             max_sequences=announced.max_sequences or np.inf,
-            kappa_crit=announced.kappa_crit,
+            kappa_literal=announced.kappa_literal,
             h2d_bytes_per_s=node.h2d_bytes_per_s,
             flops_per_s=node.flops_per_s,
             cost_per_hour=node.cost_per_hour,

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from kappa.cost import QUESTION_TOKENS
 from kappa.plans.load_plan import LoadPlan, bounded, layout
 from kappa.plans.measured import rates_from_measured
 from kappa.plans.planners import Cached, Planning, Policy, host_planners, kappa_eff, room_left
@@ -25,8 +26,6 @@ _POLICIES: dict[str, Policy] = {
     "kv": "load", "recompute": "load", "auto": "auto", "kvpr": "activations",
     "hybrid": "activations", "tail": "tail",
 }  # fmt: skip
-# κ_eff depends on how much is new: it is given for a question of this length.
-KAPPA_EFF_NEW_TOKENS = 128
 
 
 class LoadPlanner:
@@ -72,14 +71,14 @@ class LoadPlanner:
         return PlannedLoad(plan.kind, plan.tokens("R"), plan.crossing_tokens, hidden_s)
 
     def kappa_eff(self) -> float | None:
-        """κ_eff for `KAPPA_EFF_NEW_TOKENS` new tokens.
+        """κ_eff of a question of `kappa.cost.QUESTION_TOKENS`.
 
         None where no ratio makes the first token take twice as long.
         """
         policy = _POLICIES.get(self._name, "load")
         if self._name == "auto" and self._act_share < 1:
             policy = "recompute"
-        ratio = kappa_eff(self._rates, policy, KAPPA_EFF_NEW_TOKENS)
+        ratio = kappa_eff(self._rates, policy, QUESTION_TOKENS)
         return ratio if math.isfinite(ratio) else None
 
     def _move(self, row: np.void, cached: int, new: int) -> PlannedLoad | None:

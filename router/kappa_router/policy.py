@@ -3,8 +3,8 @@
 * `priced`: least predicted TTFT, plus what the choice takes from others; `priced_fetch` may also
   bring KV from a peer first.
 * `ttft`: least predicted time to first token, plus the delay it puts on those that decode there.
-* `threshold`: paper 001 §7.3 with caches: the request's ratio on each worker against that worker's
-  critical ratio says whether its load or its compute is compared.
+* `threshold`: paper 001 §7.3 with caches: on each worker the longer of the request's load and its
+  computing is compared.
 * `threshold_literal`: §7.3 as printed. It looks at one ratio and at links, not at where the cache
   is, nor at the queue (except to break ties): kept as explanation and baseline.
 * `least_backlog`: least queued work; used when nothing is known of the request.
@@ -146,18 +146,17 @@ def fetch_externality_s(estimates: Estimates) -> Floats:
 class Threshold(Stateless):
     """Each worker's bound decides whether its load or its compute is compared.
 
-    Where the request's ratio reaches the worker's critical ratio the worker holds the prefix, and
-    the load is what takes long: of these workers, the one that has it loaded first. Elsewhere
-    computing takes longer: of those, the cheapest compute, by price times seconds if all have a
-    price. Of these two, the one that is sooner. The queue on the resource compared counts; what the
-    other resource takes does not, which is what a threshold leaves out.
+    Where the request's load takes as long as its computing or longer (`kappa.cost.bound`), the
+    worker holds the prefix: of these workers, the one that has it loaded first. Elsewhere computing
+    takes longer: of those, the cheapest compute, by price times seconds if all have a price. Of
+    these two, the one that is sooner. The queue on the resource compared counts; what the other
+    resource takes does not, which is what a threshold leaves out.
     """
 
     name = "threshold"
 
     def choose(self, estimates: Estimates) -> Choice:
-        ratio = estimates.cached_tokens / np.maximum(estimates.new_tokens, 1.0)
-        memory_bound = ratio >= estimates.kappa_crit
+        memory_bound = estimates.load_s >= estimates.compute_s
         loaded_s = estimates.link_backlog_s + estimates.load_s
         computed_s = estimates.gpu_backlog_s + estimates.compute_s
         price = estimates.cost_per_hour if (estimates.cost_per_hour > 0).all() else 1.0
@@ -175,7 +174,7 @@ class ThresholdLiteral(Stateless):
     """Paper 001 §7.3: memory-bound requests to the fastest link, others to the cheapest compute.
 
     The request's ratio is the one at the worker that holds most of its prompt in the host tier,
-    and it is memory-bound if it is so there.
+    and it is memory-bound if it is so there, by that worker's constant (Eq. 6).
     """
 
     name = "threshold_literal"
@@ -184,7 +183,7 @@ class ThresholdLiteral(Stateless):
         backlog_s, speed = estimates.backlog_s, estimates.h2d_bytes_per_s
         holder = least(-estimates.cached_tokens, backlog_s)
         ratio = estimates.cached_tokens[holder] / max(estimates.new_tokens[holder], 1.0)
-        if ratio >= estimates.kappa_crit[holder]:
+        if ratio >= estimates.kappa_literal[holder]:
             return Choice(least(-speed, backlog_s, estimates.in_flight), "memory_bound_fast_link")
         # A price is no price unless all have one.
         priced = bool((estimates.cost_per_hour > 0).all())

@@ -23,8 +23,8 @@ _IDENTITY = (
     "load_token_s", "load_fixed_s", "disk_token_s", "token_s", "pair_s", "weights_s",
     "context_token_s", "fixed_s", "experts_s", "expert_idle", "exposed", "comm_token_s",
     "overhead_s", "dilation", "budget_tokens", "step_factor", "capacity_tokens", "max_sequences",
-    "kappa_crit", "h2d_bytes_per_s", "flops_per_s", "cost_per_hour", "net_tokens_per_s", "seen_s",
-    "compute_sd", "link_sd", "overhead_sd_s", "ttft_sd",
+    "kappa_literal", "h2d_bytes_per_s", "flops_per_s", "cost_per_hour", "net_tokens_per_s",
+    "seen_s", "compute_sd", "link_sd", "overhead_sd_s", "ttft_sd",
 )  # fmt: skip
 # Reserved and not done, on link and gpu: since when, and how much, the engine computes at the head
 # of its queue; requests and tokens by state; gpu seconds of the prompts of all in flight, computed
@@ -389,7 +389,7 @@ def price(
         row.h2d_bytes_per_s = worker.h2d_bytes_per_s
         row.flops_per_s = worker.flops_per_s
         row.cost_per_hour = worker.cost_per_hour
-        row.kappa_crit = worker.kappa_crit
+        row.kappa_literal = worker.kappa_literal
         row.work_s, read_s, row.compute_s = prefill_s(
             worker, prompt_tokens, held, worker.decoding, worker.decode_context_tokens
         )

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 from typer.testing import CliRunner
 
-from kappa.cost import kappa_crit
+from kappa.cost import TokenCounts, idle_cost
 from kappa.shapes import model_shape
 from kappa_deploy.cli import app
 from kappa_deploy.commands.demo_rows import print_compared
@@ -16,32 +16,31 @@ SHAPE = model_shape("llama-3.1-8b")
 CLUSTER = SimulatedCluster("two", (KINDS["gh200"], KINDS["h100"]))
 
 
-def outcome_of(arrivals_s, sessions, kappas):
+def outcome_of(arrivals_s, sessions, cached_tokens):
     """Requests on the H100, the first of them not measured and the last not completed."""
     count = len(arrivals_s)
     ones = np.ones(count, dtype=np.int64)
     records = SimpleNamespace(
-        arrival_s=np.array(arrivals_s), session=np.array(sessions), kappa=np.array(kappas),
+        arrival_s=np.array(arrivals_s), session=np.array(sessions),
         measured=np.arange(count) > 0, e2e_s=np.where(np.arange(count) < count - 1, 1.0, np.nan),
-        node=ones, device_tokens=2 * ones, cached_tokens=3 * ones, new_tokens=4 * ones,
+        node=ones, device_tokens=2 * ones, new_tokens=4 * ones,
+        cached_tokens=np.array(cached_tokens),
         kind=np.full(count, "load"), predicted_s=np.full(count, 0.5), ttft_s=np.full(count, 0.25),
     )  # fmt: skip
     return SimpleNamespace(records=records)
 
 
 def test_decisions_list_measured_requests_by_arrival_and_bound():
-    crit = kappa_crit(SHAPE, KINDS["h100"].profile)
-    outcome = outcome_of(
-        [0.0, 9.0, 5.0, 7.0, 8.0], [0, 0, 0, 1, 1], [0.0, 2 * crit, 0.5 * crit, crit, 0.0]
-    )
+    outcome = outcome_of([0.0, 9.0, 5.0, 7.0, 8.0], [0, 0, 0, 1, 1], [0, 9000, 10, 8000, 0])
     config = SimpleNamespace(shape=SHAPE, cluster=CLUSTER)
     rows = decisions(outcome, config, 16)
+    cost = idle_cost(TokenCounts(2, 10, 4), SHAPE, KINDS["h100"].profile)
     assert [(row["session"], row["turn"], row["bound"]) for row in rows] == [
         ("0", 2, "compute"), ("1", 0, "memory"), ("0", 1, "memory"),
     ]  # fmt: skip
     assert rows[0] == {
-        "session": "0", "turn": 2, "node": "h100", "device_tokens": 2, "cached_tokens": 3,
-        "new_tokens": 4, "ratio": 0.5 * crit, "kappa_crit": crit, "bound": "compute",
+        "session": "0", "turn": 2, "node": "h100", "device_tokens": 2, "cached_tokens": 10,
+        "new_tokens": 4, "ratio": 2.5, "kappa_crit": cost.kappa_crit, "bound": "compute",
         "reason": "load", "error": None, "predicted_ttft_s": 0.5, "ttft_s": 0.25,
     }  # fmt: skip
     assert [row["turn"] for row in decisions(outcome, config, 2)] == [2, 1]

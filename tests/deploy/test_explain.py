@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from kappa.cost import TokenCounts
-from kappa.hardware import node_profile
+from kappa.hardware import CATALOGUE, node_profile
 from kappa.plans.measured import as_measured
 from kappa.plans.rates import rates_from_law
 from kappa.shapes import model_shape
@@ -31,7 +31,7 @@ app.command()(roofline.roofline)
 def _run(*args: str) -> str:
     result = CliRunner().invoke(app, list(args))
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout
 
 
 def _json(*args: str) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def test_explain_halves_load_s_and_doubles_kappa_crit_for_fp8() -> None:
     wide, narrow = (
         _json(*REQUEST, "--node", "pcie", *more) for more in ((), ("--kv-dtype", "fp8"))
     )
-    assert narrow["kappa_crit"] == 2 * wide["kappa_crit"]
+    assert narrow["kappa_crit"] == pytest.approx(2 * wide["kappa_crit"])
     assert narrow["load_s"] == wide["load_s"] / 2
 
 
@@ -123,6 +123,8 @@ def test_a_kv_dtype_that_cannot_be_is_refused(tmp_path: Path) -> None:
     rates.write_text("{}")
     result = CliRunner().invoke(app, [*REQUEST, "--kv-dtype", "fp8", "--rates", str(rates)])
     assert (result.exit_code, "drop --kv-dtype" in result.output.replace("\n", " ")) == (2, True)
+    result = CliRunner().invoke(app, [*REQUEST, "--tp", "2", "--rates", str(rates)])
+    assert (result.exit_code, "drop --tp" in result.output.replace("\n", " ")) == (2, True)
 
 
 def test_explain_one_node_json() -> None:
@@ -167,6 +169,40 @@ def test_explain_plans_with_what_an_engine_measured(tmp_path: Path) -> None:
     path.write_text("{}")
     result = CliRunner().invoke(app, [*args, "--rates", str(path)])
     assert result.exit_code == 2 and "format is None" in result.output
+
+
+@pytest.mark.parametrize("tp", ["1", "8"])
+@pytest.mark.parametrize("node", sorted(CATALOGUE))
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3"])
+def test_explain_labels_agree_with_the_seconds(model: str, node: str, tp: str) -> None:
+    for cached, new in (("0", "1"), ("600", "1"), ("30000", "100"), ("65536", "512")):
+        request = ("--cached", cached, "--new", new, "--node", node, "--tp", tp)
+        found = _json("explain", "--model", model, *request)
+        memory_bound = found["load_s"] >= found["compute_s"]
+        assert found["bound"] == ("memory" if memory_bound else "compute")
+        assert (found["kappa"] >= found["kappa_crit"]) is memory_bound
+        loads = next(row for row in found["plans"] if row["plan"] == "load")
+        assert loads["load_s"] == pytest.approx(found["load_s"])
+        assert loads["compute_s"] == pytest.approx(found["compute_s"])
+
+
+def test_explain_prices_gpus_that_work_as_one() -> None:
+    request = ("--model", "llama-3.1-70b", "--cached", "30000", "--new", "512")
+    one, four = (_json("explain", *request, "--node", "h100-pcie5", "--tp", n) for n in "14")
+    assert four["load_s"] == pytest.approx(one["load_s"] / 4)
+    # 80 layers' two sums of 512 tokens cost more than nothing.
+    assert one["compute_s"] / 4 < four["compute_s"] < one["compute_s"] / 2
+    assert "h100-pcie5 tp4" in _run("explain", *request, "--node", "h100-pcie5", "--tp", "4")
+
+
+def test_explain_says_which_model_does_not_fit_a_node() -> None:
+    args = ["explain", "--model", "deepseek-v3", "--cached", "10", "--new", "1", "--json"]
+    result = CliRunner().invoke(app, [*args, "--node", "h100-pcie5", "--tp", "8"])
+    assert "deepseek-v3 does not fit h100-pcie5 with --tp 8: its weights take" in result.stderr
+    assert "it takes 9 such GPUs" in result.stderr
+    assert json.loads(result.stdout)["load_s"] > 0
+    fits = CliRunner().invoke(app, [*args, "--node", "h100-pcie5", "--tp", "16"])
+    assert "does not fit" not in fits.stderr
 
 
 def test_explain_several_nodes_json() -> None:

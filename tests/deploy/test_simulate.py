@@ -35,6 +35,16 @@ def test_for_people_it_prints_tables():
     assert "TTFT" in done.stdout and "gh200-0" in done.stdout and "goodput" in done.stdout
 
 
+def test_what_a_table_of_silicon_does_not_reach_is_said(tmp_path):
+    cluster = tmp_path / "silicon.yaml"
+    cluster.write_text("- {kind: h100, count: 2, silicon: h100_sxm/llama-3.1-8b/tp1}\n")
+    long = ("--trace", "finqa", "--requests", "60", "--rate", "0.5")
+    done = invoke(*SMALL, *long, "--cluster", str(cluster), "--json")
+    assert done.exit_code == 0, done.stderr
+    assert "does not reach as far: attention of those that decode" in done.stderr
+    assert json.loads(done.stdout)["completed"] > 0
+
+
 def test_more_nodes_of_the_same_mix():
     done = invoke(*SMALL, "--nodes", "9", "--json")
     assert len(json.loads(done.stdout)["nodes"]) == 9

@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kappa.cost import kappa_crit
+from kappa.cost import QUESTION_TOKENS, kappa_eff
 from kappa.shapes import model_shape
 from kappa_deploy.commands.workload import workload
 from kappa_simulator.clusters import cluster_named
@@ -32,7 +32,7 @@ def test_one_object_with_the_distributions_and_each_nodes_share():
     assert list(found["share_above"]) == list(nodes)
     shape = model_shape("llama-3.1-8b")
     for name, profile in nodes.items():
-        assert found["kappa_crit"][name] == kappa_crit(shape, profile)
+        assert found["kappa_crit"][name] == kappa_eff(shape, profile, QUESTION_TOKENS)
         assert 0 < found["share_above"][name] < 1
     # The faster its link, the fewer requests wait for it.
     assert found["share_above"]["gh200-0"] < found["share_above"]["h100-0"]
@@ -40,9 +40,9 @@ def test_one_object_with_the_distributions_and_each_nodes_share():
 
 def test_a_cluster_file_and_the_cut_talks(tmp_path):
     nodes = tmp_path / "mine.yaml"
-    nodes.write_text("- {kind: h100, name: fast, h2d_bytes_per_s: 5.5e+12}\n- {kind: h100}\n")
+    nodes.write_text("- {kind: h100, name: slow, h2d_bytes_per_s: 5.5e+9}\n- {kind: h100}\n")
     found = json.loads(invoke("sharegpt", "--as-cut", "--cluster", nodes, "--json").stdout)
-    assert found["share_above"]["fast-0"] < 0.05 < found["share_above"]["h100-0"]
+    assert found["share_above"]["slow-0"] > 0.3 > found["share_above"]["h100-0"]
     assert found["cached"]["p99"] < 2500
 
 

@@ -12,9 +12,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kappa import cost as law
+from kappa import paper
 from kappa.cost import StepModel, TokenCounts, step_model
 from kappa.hardware import CATALOGUE, REACHED, NodeProfile, node_profile
-from kappa.model import ModelShape, attention_flops
+from kappa.model import ModelShape, attention_flops, kv_bytes_per_token
 from kappa.shapes import SHAPES, model_shape
 
 shapes = st.sampled_from(sorted(SHAPES)).map(SHAPES.__getitem__)
@@ -36,6 +37,12 @@ STEP = StepModel(token_s=1.0, pair_s=0.1, weights_s=7.0, context_token_s=0.01, f
 WORK = st.lists(st.tuples(st.integers(1, 500), st.integers(0, 5000)), max_size=5)
 
 
+def literal(shape: ModelShape, node: NodeProfile) -> float:
+    """Paper 001's κ_crit, Eq. 6."""
+    flops_per_byte = 2 * shape.params_active / kv_bytes_per_token(shape)
+    return paper.kappa_crit(flops_per_byte, node.h2d_bytes_per_s / node.flops_per_s)
+
+
 @given(shapes, nodes, cached, new, st.floats(1.0, 50.0))
 def test_ttft_never_rises_with_bandwidth(
     shape: ModelShape, node: NodeProfile, c: int, n: int, factor: float
@@ -53,12 +60,50 @@ def test_ttft_never_falls_with_cached_or_new_tokens(
     assert law.ttft_s(shape, node, c, n + more_new) >= least_s
 
 
-@given(shapes, nodes)
-def test_kappa_crit_equates_load_and_linear_compute(shape: ModelShape, node: NodeProfile) -> None:
-    bare = dataclasses.replace(node, load_fixed_s=0.0)
-    n = 1000
-    load = law.load_s(shape, bare, law.kappa_crit(shape, bare) * n)
-    assert load == pytest.approx(2 * shape.params_active * n / bare.flops_per_s)
+@given(shapes, nodes, st.sampled_from([1, 2, 8]), st.integers(0, 10_000), cached, new)
+def test_a_label_never_contradicts_its_seconds(
+    shape: ModelShape, node: NodeProfile, gpus: int, device: int, c: int, n: int
+) -> None:
+    counts = TokenCounts(device, c, n)
+    found = law.idle_cost(counts, shape, node.times(gpus))
+    memory_bound = found.load_s >= found.compute_s
+    assert found.bound == ("memory" if memory_bound else "compute")
+    if memory_bound:
+        assert counts.ratio >= found.kappa_crit
+    else:
+        assert counts.ratio <= found.kappa_crit
+    assert math.isfinite(found.kappa_crit) and found.kappa_crit >= 0
+
+
+@given(shapes, nodes, cached, new)
+def test_loading_at_kappa_crit_takes_as_long_as_computing(
+    shape: ModelShape, node: NodeProfile, c: int, n: int
+) -> None:
+    assume(c > 0)
+    found = law.idle_cost(TokenCounts(0, c, n), shape, node)
+    load_s = node.load_fixed_s + found.kappa_crit * n * law.load_token_s(shape, node)
+    # Where the fixed cost alone takes longer, loading does at every κ.
+    assert load_s == pytest.approx(max(found.compute_s, node.load_fixed_s), rel=1e-6)
+
+
+def test_kappa_crit_of_a_mixture_follows_the_new_tokens() -> None:
+    # Few tokens read nearly as many experts as many do. Equation 6 has 4.3 for all of them.
+    mixture = model_shape("qwen3-30b-a3b")
+    h100 = replace(node_profile("h100-pcie5"), h2d_bytes_per_s=63e9, load_fixed_s=0.0)
+    few, some, many = (
+        law.idle_cost(TokenCounts(0, 0, n), mixture, h100).kappa_crit for n in (256, 512, 4096)
+    )
+    assert (round(few), round(some), round(many)) == (70, 38, 11)
+    assert literal(mixture, h100) == pytest.approx(4.3, abs=0.05)
+
+
+def test_every_gpu_loads_a_whole_latent_and_its_own_heads() -> None:
+    # Of 8 KV heads each of 8 GPUs loads one; of 16 GPUs two load the same. MLA's latent is whole
+    # on each.
+    deepseek = model_shape("deepseek-v3")
+    for shape, gpus, share in ((LLAMA, 8, 1 / 8), (LLAMA, 16, 1 / 8), (deepseek, 8, 1.0)):
+        one_s, all_s = (law.load_token_s(shape, node) for node in (PCIE, PCIE.times(gpus)))
+        assert all_s == pytest.approx(share * one_s)
 
 
 @given(shapes, nodes, new)
@@ -95,11 +140,14 @@ def test_kappa_eff_is_zero_where_the_fixed_load_cost_rules() -> None:
     assert law.kappa_eff(LLAMA, slow_start, 100) == 0
 
 
-def test_kappa_eff_equals_kappa_crit_without_attention_or_floor() -> None:
+def test_kappa_crit_is_equation_6_without_attention_or_floor() -> None:
     ideal = dataclasses.replace(PCIE, hbm_bytes_per_s=1e30, attention_flops_per_s=1e30)
     whole = dataclasses.replace(LLAMA, lookup_params=0.0, head_params=0.0)
-    critical = law.kappa_crit(whole, ideal)
+    critical = literal(whole, ideal)
     assert law.kappa_eff(whole, ideal, 100) == pytest.approx(critical)
+    for cached in (0, 100, 10_000):
+        found = law.idle_cost(TokenCounts(0, cached, 100), whole, ideal)
+        assert found.kappa_crit == pytest.approx(critical)
 
 
 def test_small_prefills_are_bound_by_weight_reads() -> None:
@@ -139,7 +187,7 @@ def test_attention_triples_a_tokens_compute_at_64k_of_context() -> None:
     # Llama-3.1-8B on the H100 of the routers' survey: κ_crit 16.8 becomes 53 at 64K of context.
     linear = 2 * LLAMA.params_active
     growth = (linear + attention_flops(LLAMA, 1, 64_000)) / linear
-    assert growth * law.kappa_crit(LLAMA, PCIE) == pytest.approx(53, abs=1)
+    assert growth * literal(LLAMA, PCIE) == pytest.approx(53, abs=1)
 
 
 def test_load_seconds_of_the_survey() -> None:
@@ -149,14 +197,13 @@ def test_load_seconds_of_the_survey() -> None:
     assert law.load_s(LLAMA, dataclasses.replace(PCIE, load_fixed_s=1.0), 0) == 0
 
 
-def test_bound_follows_the_critical_ratio() -> None:
-    critical = law.kappa_crit(LLAMA, PCIE)
-    below = TokenCounts(0, int(critical * 1000) - 1, 1000)
-    above = TokenCounts(0, int(critical * 1000) + 1, 1000)
-    assert law.bound(below, LLAMA, PCIE) == "compute"
-    assert law.bound(above, LLAMA, PCIE) == "memory"
+def test_bound_changes_where_loading_takes_as_long_as_computing() -> None:
+    level = law.kappa_eff(LLAMA, PCIE, 1000) * 1000
+    below, above = TokenCounts(0, int(level) - 1, 1000), TokenCounts(0, int(level) + 1, 1000)
+    assert law.idle_cost(below, LLAMA, PCIE).bound == "compute"
+    assert law.idle_cost(above, LLAMA, PCIE).bound == "memory"
     # Device tokens cost no transfer, so they do not make a request memory-bound.
-    assert law.bound(TokenCounts(10**6, 0, 1), LLAMA, PCIE) == "compute"
+    assert law.idle_cost(TokenCounts(10**6, 0, 1), LLAMA, PCIE).bound == "compute"
 
 
 def test_a_dilated_node_has_the_same_seconds_of_its_own() -> None:

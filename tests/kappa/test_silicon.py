@@ -8,16 +8,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from kappa.cost import StepModel, StepWork, batch_work, chunk_work, decode_work, step_model
+from kappa.cost import (
+    StepModel,
+    StepWork,
+    TokenCounts,
+    batch_work,
+    chunk_work,
+    decode_work,
+    idle_cost,
+    kappa_crit,
+    load_token_s,
+    step_model,
+)
 from kappa.hardware import REACHED, node_profile
 from kappa.plans.measured import fit_steps
 from kappa.shapes import model_shape
-from kappa.silicon import DATA, SYSTEMS, SiliconTable, silicon_names, silicon_table
+from kappa.silicon import (
+    DATA,
+    SYSTEMS,
+    SiliconTable,
+    silicon_names,
+    silicon_node,
+    silicon_shape,
+    silicon_table,
+)
 
 _MIXED_CONTEXT = 2048
 KINDS = "prefill", "decode", "mixed"
@@ -171,6 +191,38 @@ FIT_GOALS = {
 }
 
 
+# -- the threshold --------------------------------------------------------------------------------
+
+THRESHOLDS = {
+    "h100_sxm/llama-3.1-8b/tp1": 54e9,
+    "h100_sxm/llama-3.1-70b/tp4": 54e9,
+    "h100_sxm/qwen3-30b-a3b/tp1": 54e9,
+    "a100_sxm/qwen3-30b-a3b/tp1": 25e9,
+    "gb200/qwen3-30b-a3b/tp1": 172e9,
+    "l40s/qwen3-30b-a3b/tp1": 25e9,
+}
+"""Tables, and bytes/s that a link to the host sustains for each GPU."""
+_THRESHOLD_NEW = 256, 512, 2048, 8192
+
+
+def thresholds(name: str) -> tuple[float, list[float], list[float]]:
+    """Paper 001's constant, and κ_crit of `_THRESHOLD_NEW` new tokens by table and by law."""
+    table, shape, node = silicon_table(name), silicon_shape(name.split("/")[1]), silicon_node(name)
+    node = replace(node, h2d_bytes_per_s=THRESHOLDS[name] * node.gpus, load_fixed_s=0.0)
+    token_s = load_token_s(shape, node)
+    constant = 2 * shape.params_active / node.flops_per_s / token_s
+    counts = [TokenCounts(0, 0, new) for new in _THRESHOLD_NEW]
+    real = [kappa_crit(c, 0.0, table.step_s([(c.new_tokens, 0)]), token_s) for c in counts]
+    return constant, real, [idle_cost(each, shape, node).kappa_crit for each in counts]
+
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_kappa_crit_by_the_law_is_that_of_silicon(name: str) -> None:
+    constant, real, law = thresholds(name)
+    assert law == pytest.approx(real, rel=0.3)
+    assert min(real) > 1.1 * constant
+
+
 # -- the reader -----------------------------------------------------------------------------------
 
 TABLE = "h100_sxm/llama-3.1-8b/tp1"
@@ -269,6 +321,10 @@ def test_a_file_that_holds_no_tables_is_refused(tmp_path, content: bytes) -> Non
 
 def main() -> None:
     """The tables of docs/silicon.md."""
+    for name in THRESHOLDS:
+        constant, *found = thresholds(name)
+        cells = [f"{real:.3g}, {law:.3g}" for real, law in zip(*found, strict=True)]
+        print(f"| {name} | {constant:.3g} | {' | '.join(cells)} |")
     print("| table | prefill | decode | mixed | all |\n|---|--:|--:|--:|--:|")
     for name in silicon_names():
         steps = steps_of(name)

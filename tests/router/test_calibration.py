@@ -15,6 +15,7 @@ from kappa.protocol import LoadSample, StepSample, WorkerReport
 from kappa_router import ttft
 from kappa_router.calibration import Calibration, OutputLengths, disk_token_s, load_token_s
 from kappa_router.decision import ESTIMATE
+from kappa_router.engine_fit import critical_ratio
 from tests.router import building
 from tests.router.building import KV_BYTES, NEVER, ask, outcome
 
@@ -66,6 +67,32 @@ def run(made, true, count=100, at_s=0.0, each=8, seed=0):
 def errors(worker, true):
     """Relative errors of the learnt step seconds, on batches that were not learnt from."""
     return [abs(worker.queue.speed.step_s(b) / true(b) - 1) for b in batches(200, seed=99)]
+
+
+def test_the_threshold_moves_with_what_is_learnt():
+    made, worker = cluster()
+    made.blocks([building.stored("w", building.prompt(3200), tier="host")])
+    asked = ask(tokens=3300)
+    announced = critical_ratio(worker.calibration.speed)
+    before, node = made.explain(asked, 0.0).chosen, worker.announcement.node
+    slow = replace(STEP, **{name: 3 * getattr(STEP, name) for name in NAMES})
+    run(made, slow.step_s)
+    after = made.explain(asked, 200.0).chosen
+    assert after.kappa_crit > 2.9 * before.kappa_crit
+    # At it a request of 128 new tokens takes as long to load as to compute, by the true constants.
+    learnt = critical_ratio(worker.calibration.speed)
+    load_s = node.load_fixed_s + 128 * learnt * KV_BYTES / node.h2d_bytes_per_s
+    assert load_s == pytest.approx(slow.step_s([(128, 128 * learnt)]), rel=0.1)
+    assert learnt > 3 * announced
+    assert worker.announcement.kappa_literal == pytest.approx(
+        STEP.token_s * node.h2d_bytes_per_s / KV_BYTES
+    )
+
+
+def test_a_worker_without_a_threshold_says_so():
+    # Attending to a loaded token from 128 new ones takes longer than to load it.
+    far = Calibration(announcement(step=replace(STEP, pair_s=1e-6)))
+    assert critical_ratio(far.speed) == math.inf
 
 
 # -- before anything is learnt ------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 
 from kappa.cost import TokenCounts
 from kappa.hardware import NodeProfile
-from kappa_router.decision import COMPUTE, MEMORY, PricedWorker
+from kappa_router.decision import PricedWorker
 from kappa_router.policy import Priced, _cheapest, fetch_externality_s, policy_named
 from tests.router.offering import estimates
 
@@ -21,7 +21,7 @@ def node(link=63e9, flops=1e15, cost=0.0):
 
 
 def candidate(hardware=None, **parts):
-    return {**(hardware or node()), "new_tokens": 100.0, "kappa_crit": 30.0, **parts}
+    return {**(hardware or node()), "new_tokens": 100.0, "kappa_literal": 30.0, **parts}
 
 
 SLOW, FAST = node(link=63e9), node(link=450e9)
@@ -32,15 +32,39 @@ def pick(policy, *candidates):
     return choice.index, choice.reason
 
 
-@pytest.mark.parametrize(("cached", "bound"), [(2999, COMPUTE), (3000, MEMORY), (0, COMPUTE)])
-def test_request_is_memory_bound_from_the_critical_ratio_up(cached, bound):
+@pytest.mark.parametrize(
+    ("cached", "load_s", "compute_s", "kappa_crit", "bound"),
+    [
+        (2999, 0.2999, 0.3, 30.0, "compute"),
+        (3000, 0.3, 0.3, 30.0, "memory"),
+        (0, 0.0, 0.3, 30.0, "compute"),
+        # Twice the context takes longer to attend to.
+        (6000, 0.6, 0.4, 40.0, "memory"),
+        # A plan that loads 1,000 of them, and one that loads none.
+        (3000, 0.1, 0.5, 70.0, "compute"),
+        (3000, 0.0, 0.6, 90.0, "compute"),
+        # A fixed cost above all computing.
+        (10, 0.801, 0.3, 0.0, "memory"),
+    ],
+)
+def test_request_is_memory_bound_from_its_critical_ratio_up(
+    cached, load_s, compute_s, kappa_crit, bound
+):
     profile = NodeProfile("n", "gpu", "link", 63e9, 1e15, 3e12)
     counts = TokenCounts(0, cached, 100)
-    assert PricedWorker("w", profile, counts, 30.0, 0, 0, 0, 0, 0, 0, 0).bound == bound
+    worker = PricedWorker("w", profile, counts, 1e-4, 0, load_s, compute_s, 0, 0, 0, 0)
+    assert (worker.bound, worker.kappa_crit) == (bound, pytest.approx(kappa_crit))
+    assert (counts.ratio >= worker.kappa_crit) is (bound == "memory")
+
+
+def test_critical_ratio_is_finite_where_the_link_takes_no_time():
+    profile = NodeProfile("n", "gpu", "link", 63e9, 1e15, 3e12)
+    worker = PricedWorker("w", profile, TokenCounts(0, 10, 1), 0.0, 0, 0.0, 0.3, 0, 0, 0, 0)
+    assert math.isfinite(worker.kappa_crit) and worker.bound == "compute"
 
 
 def holder(cached=50_000.0, new=100.0, load_s=0.1, compute_s=0.01, **parts):
-    """By default of ratio 500, memory-bound."""
+    """By default loading takes ten times as long as computing: memory-bound."""
     request = {"cached_tokens": cached, "new_tokens": new, "load_s": load_s, "compute_s": compute_s}
     return candidate(**{**request, **parts})
 
@@ -64,12 +88,17 @@ def test_threshold_takes_the_soonest_holder_queue_included():
     assert pick(THRESHOLD, {**quick, "gpu_backlog_s": 9.0}, queued)[0] == 0
 
 
-def test_threshold_compares_each_ratio_with_its_own_critical():
-    # 5,000 cached for 100 new: memory-bound above 30, compute-bound below 115.
-    pcie = holder(5000, load_s=0.5, compute_s=0.02, kappa_crit=30.0)
-    c2c = holder(5000, load_s=0.5, compute_s=0.02, kappa_crit=115.0)
+def test_threshold_compares_load_and_computing_of_each_worker():
+    # The same prefix: loading takes longer behind PCIe, computing behind C2C. Each has a queue on
+    # the other side, which does not count.
+    pcie = holder(5000, load_s=0.06, compute_s=0.02, gpu_backlog_s=9.0)
+    c2c = holder(5000, load_s=0.01, compute_s=0.02, link_backlog_s=9.0)
     assert pick(THRESHOLD, pcie, c2c) == (1, "compute_bound_cheap_compute")
-    assert pick(THRESHOLD, pcie, {**c2c, "kappa_crit": 50.0, "in_flight": 1})[0] == 0
+    assert pick(THRESHOLD, pcie, {**c2c, "compute_s": 0.07}) == (0, "memory_bound_soonest_load")
+    # From equal seconds on it is the link that counts.
+    assert pick(THRESHOLD, {**c2c, "load_s": 0.02})[1] == "memory_bound_soonest_load"
+    # The constant of paper 001 does not count.
+    assert pick(THRESHOLD, {**pcie, "kappa_literal": 1e9})[1] == "memory_bound_soonest_load"
 
 
 def test_threshold_recomputes_only_where_loading_is_slower():
@@ -98,10 +127,6 @@ def test_threshold_keeps_the_fast_link_free_on_a_tie():
     assert pick(THRESHOLD, holder(in_flight=1), holder())[0] == 1
 
 
-def test_threshold_counts_no_new_token_as_one():
-    assert pick(THRESHOLD, holder(40, new=0.0, kappa_crit=30.0))[1] == "memory_bound_soonest_load"
-
-
 def test_literal_threshold_sends_memory_bound_to_the_fast_link():
     slow, fast = candidate(SLOW, cached_tokens=9000), candidate(FAST, gpu_backlog_s=99.0)
     assert pick(LITERAL, slow, fast) == (1, "memory_bound_fast_link")
@@ -116,10 +141,10 @@ def test_literal_threshold_sends_compute_bound_to_the_cheapest():
 
 def test_literal_threshold_takes_the_ratio_of_the_best_holder():
     # Memory-bound on the fast node, which holds little; compute-bound where most is cached.
-    little = candidate(FAST, cached_tokens=500, kappa_crit=1.0)
-    most = candidate(SLOW, cached_tokens=2000, kappa_crit=50.0)
+    little = candidate(FAST, cached_tokens=500, kappa_literal=1.0)
+    most = candidate(SLOW, cached_tokens=2000, kappa_literal=50.0)
     assert pick(LITERAL, little, most)[1] == "compute_bound_cheap_compute"
-    assert pick(LITERAL, little, {**most, "kappa_crit": 20.0})[1] == "memory_bound_fast_link"
+    assert pick(LITERAL, little, {**most, "kappa_literal": 20.0})[1] == "memory_bound_fast_link"
 
 
 @pytest.mark.parametrize("cached", [0, 9000])
@@ -132,7 +157,7 @@ def test_literal_threshold_ties_go_by_backlog_then_requests(cached):
 
 def test_literal_threshold_counts_a_single_new_token_as_one():
     # 300 cached tokens for 1 new one: a ratio of 300, above the critical 200.
-    one = {"cached_tokens": 300, "new_tokens": 1, "kappa_crit": 200}
+    one = {"cached_tokens": 300, "new_tokens": 1, "kappa_literal": 200}
     chosen = policy_named("threshold_literal").choose(
         estimates(one, {**one, "h2d_bytes_per_s": 450e9})
     )

@@ -25,10 +25,10 @@ pytestmark = pytest.mark.ray
 NETWORK = TransferSettings(net_bytes_per_s=1e9, fixed_s=0.01, min_new_tokens=100)
 
 
-def priced(ttft_s, cached=0.0, new=1000.0):
+def priced(ttft_s, cached=0.0, new=1000.0, load_s=0.0):
     return PricedWorker(
         worker="w", node=node_profile("pcie"), counts=TokenCounts(0, int(cached), int(new)),
-        kappa_crit=10.0, queue_s=0.0, load_s=0.0, compute_s=ttft_s, ttft_s=ttft_s,
+        load_token_s=1e-4, queue_s=0.0, load_s=load_s, compute_s=ttft_s - load_s, ttft_s=ttft_s,
         tpot_impact_s=0.0, backlog_s=0.0, in_flight=0,
     )  # fmt: skip
 
@@ -41,7 +41,7 @@ def priced(ttft_s, cached=0.0, new=1000.0):
         (priced(1.0), priced(0.9), 1, 1000, False),
         (priced(1.0), priced(0.5), 10, 1000, False),  # 1.1 s in the node's own time
         (priced(1.0), priced(0.5), 4, 1000, True),
-        (priced(1.0, cached=20_000.0), priced(0.0), 1, 0, False),  # memory-bound: stays
+        (priced(1.0, cached=5_000.0, load_s=0.5), priced(0.0), 1, 0, False),  # memory-bound: stays
         (priced(1.0, new=99.0), priced(0.0), 1, 0, False),
         (priced(1.0, new=100.0), priced(0.0), 1, 0, True),
     ],

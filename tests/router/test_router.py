@@ -99,9 +99,13 @@ def test_idle_worker_is_priced_by_load_and_compute():
     assert chosen.ttft_s == pytest.approx(chosen.load_s + chosen.compute_s, abs=1e-6)
     assert chosen.queue_s == pytest.approx(0.0, abs=1e-6)
     assert (chosen.tpot_impact_s, chosen.backlog_s, chosen.in_flight) == (0.0, 0.0, 0)
+    # As many tokens as could be loaded while 80 are computed, over these.
+    assert chosen.kappa_crit == pytest.approx(chosen.compute_s * 63e9 / (KV_BYTES * 80))
+    assert chosen.bound == "compute"
     # Products reach 0.711 of the data sheet's FLOP/s.
     rate = 0.711 * 989e12
-    assert chosen.kappa_crit == pytest.approx(gemm_flops(SHAPE) * 63e9 / (rate * KV_BYTES))
+    literal = gemm_flops(SHAPE) * 63e9 / (rate * KV_BYTES)
+    assert announced.kappa_literal == pytest.approx(literal)
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])

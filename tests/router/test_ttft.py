@@ -281,7 +281,7 @@ def test_price_on_a_busy_worker_equals_figures_by_hand():
 
 
 def test_price_row_carries_the_workers_figures():
-    fields = ("capacity_tokens", "h2d_bytes_per_s", "flops_per_s", "cost_per_hour", "kappa_crit")
+    fields = ("capacity_tokens", "h2d_bytes_per_s", "flops_per_s", "cost_per_hour", "kappa_literal")
     row = priced(workers({name: float(i) for i, name in enumerate(fields, 1)}))
     assert values(row, *fields) == [1.0, 2.0, 3.0, 4.0, 5.0]
 

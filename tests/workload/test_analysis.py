@@ -1,17 +1,22 @@
 """The distributions behind Figure 3, and the paper's figures beside ours."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from kappa.cost import kappa_eff
+from kappa.hardware import node_profile
+from kappa.shapes import model_shape
 from kappa_workload.analysis import (
     PAPER_FIGURES,
     WHY_OURS_DIFFER,
+    Ratios,
     analyse,
     engine_ratios,
+    memory_bound_share,
     quantiles,
-    share_above,
     source_ratios,
 )
 from kappa_workload.catalogue import BUILT_IN, workload_named
@@ -20,6 +25,7 @@ from kappa_workload.shapes import SessionShape, Workload, key_of, stream_ids, tu
 from tests.workload.checks import document_session
 
 SIZE = 16
+LLAMA, PCIE = model_shape("llama-3.1-8b"), node_profile("pcie")
 
 
 def named(name, **how):
@@ -61,17 +67,24 @@ def test_a_request_without_new_tokens_counts_one():
 
 
 def test_the_share_above_is_that_of_memory_bound_requests():
-    kappa = np.array([0.0, 10.0, 20.0, 40.0])
-    assert share_above(kappa, {"a": 10.0, "b": 41.0, "c": 0.0}) == {"a": 0.75, "b": 0.0, "c": 1.0}
+    level = 100 * kappa_eff(LLAMA, PCIE, 100)
+    ratios = Ratios(np.full(4, 100.0), np.array([0.0, 0.5, 1.5, 2.0]) * level)
+    faster = replace(PCIE, h2d_bytes_per_s=1.8 * PCIE.h2d_bytes_per_s)
+    nodes = {"a": PCIE, "b": replace(PCIE, name="b"), "c": faster}
+    found = memory_bound_share(ratios, LLAMA, nodes)
+    assert found == {"a": 0.5, "b": 0.5, "c": 0.25}
 
 
 def test_everything_comes_as_one_json_object():
-    found = json.loads(json.dumps(analyse(one_document(), {"n": 60.0}), allow_nan=False))
+    nodes = {"slow": replace(PCIE, h2d_bytes_per_s=1e9), "none": node_profile("unified-hbm")}
+    found = json.loads(json.dumps(analyse(one_document(), LLAMA, nodes), allow_nan=False))
     assert found["requests"] == 2
     for view in (found, found["engine"]):
         for key in ("new", "cached", "kappa"):
             assert list(view[key]) == ["p10", "p50", "p90", "p99"]
-    assert found["share_above"] == {"n": 0.5}
+    assert found["share_above"] == {"slow": 1.0, "none": 0.0}
+    assert found["engine"]["share_above"] == {"slow": 0.5, "none": 0.0}
+    assert found["kappa_crit"]["slow"] > 0 and found["kappa_crit"]["none"] is None
     assert found["paper"]
 
 
@@ -90,7 +103,7 @@ def test_ratios_of_built_in_workloads_sum_to_each_prompt(name):
 
 
 def ours(name, **how):
-    rows = analyse(named(name, **how), {})["paper"]
+    rows = analyse(named(name, **how), LLAMA, {})["paper"]
     return {(row["quantity"], row["statistic"]): (row["ours"], row["paper"]) for row in rows}
 
 
@@ -123,11 +136,11 @@ def test_analysis_explains_differences_of_built_in_data_only(tmp_path):
     talk = [{"from": "human", "value": "What is two and two?"}, {"from": "gpt", "value": "Four."}]
     path = tmp_path / "talks.json"
     path.write_text(json.dumps([{"id": "a", "conversations": talk}]))
-    own = analyse(workload_named(str(path)), {})
+    own = analyse(workload_named(str(path)), LLAMA, {})
     assert own["source"] == "texts in the layout of ShareGPT, talks.json"
     assert own["notes"] == ["tokens are estimated, 3.07 characters each"]
     assert own["why_ours_differ"] == ""
-    assert "570 pieces" in analyse(workload_named("sharegpt"), {})["why_ours_differ"]
+    assert "570 pieces" in analyse(workload_named("sharegpt"), LLAMA, {})["why_ours_differ"]
 
 
 def test_no_requests_are_refused():

@@ -7,13 +7,18 @@ in an unlimited cache that is empty at first. `kappa workload` prints both.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kappa.cost import QUESTION_TOKENS, TokenCounts, idle_cost, kappa_eff
+from kappa.hardware import NodeProfile
+from kappa.model import ModelShape
 from kappa_workload.replay import ENGINE_BLOCK_TOKENS, Reuse
 from kappa_workload.shapes import Workload
 
@@ -84,18 +89,33 @@ def _ratios(workload: Workload, reuse: Reuse, *, as_source: bool = False) -> Rat
     return Ratios(np.array(new, dtype=np.float64), np.array(cached, dtype=np.float64))
 
 
-def share_above(kappa: Numbers, critical: Mapping[str, float]) -> dict[str, float]:
-    """The share of requests that are memory-bound on each node: κ ≥ κ_crit (Eq. 5)."""
-    return {node: float(np.mean(kappa >= limit)) for node, limit in critical.items()}
+def memory_bound_share(
+    ratios: Ratios, shape: ModelShape, nodes: Mapping[str, NodeProfile]
+) -> dict[str, float]:
+    """The share of requests that are memory-bound on each node when it is idle."""
+    tokens = np.stack([ratios.cached_tokens, ratios.new_tokens], axis=1).astype(int)
+    kinds, counts = np.unique(tokens, axis=0, return_counts=True)
+
+    @functools.cache
+    def share(node: NodeProfile) -> float:
+        costs = [idle_cost(TokenCounts(0, *kind), shape, node) for kind in kinds.tolist()]
+        return float(np.average([cost.bound == "memory" for cost in costs], weights=counts))
+
+    # Nodes of a kind differ in their names.
+    return {name: share(replace(node, name="")) for name, node in nodes.items()}
 
 
-def analyse(workload: Workload, critical: Mapping[str, float]) -> dict[str, Any]:
-    """The output of `kappa workload --json`; critical: κ_crit of each node.
+def analyse(
+    workload: Workload, shape: ModelShape, nodes: Mapping[str, NodeProfile]
+) -> dict[str, Any]:
+    """The output of `kappa workload --json`, for a model and nodes by name. κ_crit is that of a
+    request of `kappa.cost.QUESTION_TOKENS`, None where it is never memory-bound.
 
     Give the workload uncut, with blocks of `ENGINE_BLOCK_TOKENS` where its reader allows.
     """
     ratios = source_ratios(workload)
     engine = engine_ratios(workload)
+    critical = {name: kappa_eff(shape, node, QUESTION_TOKENS) for name, node in nodes.items()}
     return {
         "workload": workload.name,
         "source": workload.source,
@@ -103,12 +123,12 @@ def analyse(workload: Workload, critical: Mapping[str, float]) -> dict[str, Any]
         "sessions": len(workload.sessions),
         "requests": len(ratios.new_tokens),
         **ratios.to_dict(),
-        "kappa_crit": dict(critical),
-        "share_above": share_above(ratios.kappa, critical),
+        "kappa_crit": {k: v if math.isfinite(v) else None for k, v in critical.items()},
+        "share_above": memory_bound_share(ratios, shape, nodes),
         "engine": {
             "block_tokens": ENGINE_BLOCK_TOKENS,
             **engine.to_dict(),
-            "share_above": share_above(engine.kappa, critical),
+            "share_above": memory_bound_share(engine, shape, nodes),
         },
         "paper": compared(workload, ratios),
         "why_ours_differ": WHY_OURS_DIFFER.get(workload.name, "") if workload.built_in else "",

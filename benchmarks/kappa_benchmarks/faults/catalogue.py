@@ -234,7 +234,7 @@ def _full_disk(v: Victim) -> Action:
 
 
 def _corrupted_profile(v: Victim) -> Action:
-    killing, crit = _kill_worker(v), v.row["kappa_crit"]
+    killing, profile = _kill_worker(v), v.row["profile"]
     kept: dict[Path, bytes] = {}
 
     def do() -> None:
@@ -249,7 +249,7 @@ def _corrupted_profile(v: Victim) -> Action:
 
     def same() -> bool:
         now = v.target.row("node", v.node)
-        return now is not None and now["kappa_crit"] == crit
+        return now is not None and now["profile"] == profile
 
     return Action(do, heal, same, v.node)
 

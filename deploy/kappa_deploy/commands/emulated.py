@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kappa.cost import kappa_crit
+from kappa.cost import TokenCounts, idle_cost
 from kappa.shapes import model_shape
 from kappa_deploy.commands.console import print_json, print_text
 from kappa_deploy.commands.demo_rows import HEADER, OTHERS, Row, Worth, line, print_compared
@@ -23,6 +23,7 @@ _MODEL = "llama-3.1-8b"
 _RATE_RPS = 1.2
 _REQUESTS = 600
 _SHOWN = 16
+_TOKENS = "device_tokens", "cached_tokens", "new_tokens"
 
 
 def show_emulated(json_output: bool) -> None:
@@ -70,14 +71,12 @@ def decisions(outcome: Outcome, config: SimulationConfig, count: int) -> list[Ro
     rows = []
     for k in map(int, chosen):
         session, node = int(records.session[k]), nodes[records.node[k]]
-        critical, ratio = kappa_crit(config.shape, node.profile), float(records.kappa[k])
+        tokens = {name: int(getattr(records, name)[k]) for name in _TOKENS}
+        counts = TokenCounts(**tokens)
+        cost = idle_cost(counts, config.shape, node.profile)
         rows.append({
             "session": str(session), "turn": k - first[session], "node": node.name,
-            "device_tokens": int(records.device_tokens[k]),
-            "cached_tokens": int(records.cached_tokens[k]),
-            "new_tokens": int(records.new_tokens[k]),
-            "ratio": ratio, "kappa_crit": critical,
-            "bound": "memory" if ratio >= critical else "compute",
+            **tokens, "ratio": counts.ratio, "kappa_crit": cost.kappa_crit, "bound": cost.bound,
             "reason": str(records.kind[k]), "error": None,
             "predicted_ttft_s": float(records.predicted_s[k]),
             "ttft_s": float(records.ttft_s[k]),

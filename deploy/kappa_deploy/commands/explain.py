@@ -20,7 +20,7 @@ from kappa import cost, paper
 from kappa.checks import read_json_object
 from kappa.cost import TokenCounts, chunk_work, decode_work
 from kappa.hardware import CATALOGUE, DEMO_NODES, NodeProfile, node_profile
-from kappa.model import ModelShape, kv_bytes_per_token
+from kappa.model import ModelShape, kv_bytes_per_token, weight_bytes
 from kappa.model_config import unlisted
 from kappa.plans.measured import rates_from_measured
 from kappa.plans.planners import alternatives, decoding
@@ -84,8 +84,8 @@ def tables(
         "slips": ("Where the paper slips", slips),
         "nodes": ("Nodes: data-sheet figures; of pcie and c2c assumed sustained ones", nodes),
         "models": (
-            "Models: layers with KV that grows, KV in KB per token and κ_crit on nodes, KV in 16 "
-            "bits and in 8",
+            "Models: layers with KV that grows, KV in KB per token and the paper's κ_crit on nodes "
+            "(Eq. 6), KV in 16 bits and in 8",
             models,
         ),
     }
@@ -99,7 +99,7 @@ def tables(
 
 def model_row(name: str, nodes: Sequence[str]) -> dict[str, Any]:
     """A model's attention, layers, experts, active parameters and F/M, and what halving its KV
-    changes: KB per token and κ_crit on each node."""
+    changes: KB per token and the paper's κ_crit on each node."""
     wide, narrow = model_shape(name, "bfloat16"), model_shape(name, "fp8")
     row: dict[str, Any] = {
         "model": wide.name,
@@ -111,7 +111,9 @@ def model_row(name: str, nodes: Sequence[str]) -> dict[str, Any]:
     for bits, shape in (("16", wide), ("8", narrow)):
         row[f"kv_kb_{bits}"] = kv_bytes_per_token(shape) / 1e3
         for profile in map(node_profile, nodes):
-            row[f"{profile.name}_{bits}"] = cost.kappa_crit(shape, profile)
+            flops_per_byte = 2.0 * shape.params_active / kv_bytes_per_token(shape)
+            bytes_per_flop = profile.h2d_bytes_per_s / profile.flops_per_s
+            row[f"{profile.name}_{bits}"] = paper.kappa_crit(flops_per_byte, bytes_per_flop)
     return row
 
 
@@ -142,6 +144,9 @@ def explain(
     ] = 0.0,
     activations: Annotated[bool, typer.Option(help="Activations are stored beside the KV.")] = True,
     silicon: Silicon = None,
+    tp: Annotated[
+        int, typer.Option(min=1, help="GPUs of each node that work as one (tensor parallel).")
+    ] = 1,
     kv_dtype: KvDtype = "auto",
     json_output: Json = False,
 ) -> None:
@@ -154,17 +159,23 @@ def explain(
     counts = TokenCounts(device_tokens=0, cached_tokens=cached, new_tokens=new)
     names, costs, plans = [], [], []
     with bad_parameter():
-        if rates is not None and kv_dtype != "auto":
-            raise ValueError(f"{rates} holds rates of the KV that was measured: drop --kv-dtype")
+        if rates is not None and (kv_dtype != "auto" or tp > 1):
+            dropped = "--kv-dtype" if kv_dtype != "auto" else "--tp"
+            raise ValueError(f"{rates} holds rates of what was measured: drop {dropped}")
         shape = _noted_shape(model, kv_dtype)
         real = silicon_cost(counts, shape, silicon) if silicon else None
-        for profile in map(node_profile, node or DEMO_NODES):
+        for profile in (node_profile(name).times(tp) for name in node or DEMO_NODES):
+            if note := _too_large(shape, profile):
+                warn(note)
             found = rates_from_measured(rates) if rates else _rates(shape, profile, cpu_gbps)
+            step = decoding(found, cached + new, block_tokens)
+            if rates is None:
+                # Of MLA's two forms of attention a prompt may take the other than decoding.
+                found = replace(found, step=cost.step_model(shape, profile, new, cached))
             ways = alternatives(
                 found, counts, block_tokens=block_tokens, room_tokens=room, activations=activations
             )
-            step = decoding(found, cached + new, block_tokens)
-            names.append(profile.name)
+            names.append(profile.name + (f" tp{tp}" if tp > 1 else ""))
             costs.append(request_cost(counts, shape, profile))
             plans.append({"plans": [way.to_dict() for way in ways], "decoding": step})
     if json_output:
@@ -192,6 +203,19 @@ def _noted_shape(model: str, kv_dtype: str) -> ModelShape:
     return shape
 
 
+def _too_large(shape: ModelShape, profile: NodeProfile) -> str:
+    """A sentence if the model's weights do not fit the node's memory; empty where they do, or its
+    memory is not known."""
+    needed, held = weight_bytes(shape), profile.hbm_bytes
+    if not 0 < held < needed:
+        return ""
+    gpus = math.ceil(needed / held * profile.gpus)
+    return (
+        f"{shape.name} does not fit {profile.name} with --tp {profile.gpus}: its weights take "
+        f"{needed / 1e9:,.4g} GB, the memory has {held / 1e9:,.4g} GB; it takes {gpus} such GPUs"
+    )
+
+
 def _rates(shape: ModelShape, profile: NodeProfile, cpu_gbps: float) -> PlanRates:
     """Rates by formula; cpu_gbps: GB/s of KV that the node's CPU attends to, 0: none."""
     found = rates_from_law(shape, profile)
@@ -213,16 +237,16 @@ def _print_costs(names: Sequence[str], costs: Sequence[Mapping[str, Any]]) -> No
 
 def request_cost(counts: TokenCounts, shape: ModelShape, node: NodeProfile) -> dict[str, Any]:
     """The cost model for one request; ``kappa_eff`` is None where no κ is memory-bound."""
-    cached, new = counts.cached_tokens, counts.new_tokens
-    effective = cost.kappa_eff(shape, node, new)
+    effective = cost.kappa_eff(shape, node, counts.new_tokens)
+    idle = cost.idle_cost(counts, shape, node)
     return {
         "kappa": counts.ratio,
-        "kappa_crit": cost.kappa_crit(shape, node),
+        "kappa_crit": idle.kappa_crit,
         "kappa_eff": effective if math.isfinite(effective) else None,
-        "bound": cost.bound(counts, shape, node),
-        "ttft_s": cost.ttft_s(shape, node, cached, new),
-        "load_s": cost.load_s(shape, node, cached),
-        "compute_s": cost.compute_s(shape, node, new, cached),
+        "bound": idle.bound,
+        "ttft_s": idle.load_s + idle.compute_s,
+        "load_s": idle.load_s,
+        "compute_s": idle.compute_s,
         "plan": "load",
     }
 

@@ -274,7 +274,8 @@ def print_ready(url: str, settings: ClusterSettings, json_output: bool) -> None:
         rows.append((
             node["node"], profile["link_name"] + (" and disk" if disk else ""),
             " and ".join(rates),
-            f"{profile['flops_per_s'] / 1e12:.3g}", f"{node['kappa_crit']:.3g}",
+            f"{profile['flops_per_s'] / 1e12:.3g}",
+            "never" if node["kappa_crit"] is None else f"{node['kappa_crit']:.3g}",
             paced if node["paced"] else profile["source"],
         ))  # fmt: skip
     columns = ("node", "link", "GB/s", "TFLOP/s", "κ_crit", "speed")

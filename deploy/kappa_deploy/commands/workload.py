@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from kappa.cost import kappa_crit
 from kappa.shapes import model_shape
 from kappa_deploy.commands import console
 from kappa_loadtest.datasets import open_workload
@@ -20,6 +19,9 @@ from kappa_simulator.clusters import SimulatedCluster, cluster_named
 from kappa_workload.analysis import Ratios, analyse, engine_ratios, source_ratios
 from kappa_workload.replay import ENGINE_BLOCK_TOKENS
 from kappa_workload.shapes import Workload
+
+Critical = dict[str, float | None]
+"""κ_crit by name; None: never."""
 
 _LEAST_SHOWN = 0.1  # an axis of logarithms has no zero
 
@@ -57,17 +59,17 @@ def workload(
             limit=limit,
             readers=1,
         )
-        critical = {node.name: kappa_crit(shape, node.profile) for node in where.nodes}
-        figures = analyse(read, critical) | {"cluster": where.name, "model": shape.name}
+        profiles = {node.name: node.profile for node in where.nodes}
+        figures = analyse(read, shape, profiles) | {"cluster": where.name, "model": shape.name}
         if plot is not None:
-            _draw(read, where, critical, plot)
+            _draw(read, where, figures["kappa_crit"], plot)
     if json_output:
         console.print_json(figures)
     else:
         _print(figures, where)
 
 
-def _draw(read: Workload, where: SimulatedCluster, critical: dict[str, float], path: Path) -> None:
+def _draw(read: Workload, where: SimulatedCluster, critical: Critical, path: Path) -> None:
     """Distribution functions of new, cached and κ, with each kind of node's κ_crit."""
     # Drawing is rare and matplotlib slow to import; the other commands should not wait for it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -89,6 +91,8 @@ def _draw(read: Workload, where: SimulatedCluster, critical: dict[str, float], p
             shown = np.sort(np.maximum(values, _LEAST_SHOWN))
             axes.step(shown, np.arange(1, len(shown) + 1) / len(shown), where="post", label=label)
     for number, (kind, limit) in enumerate(_kinds(where, critical).items()):
+        if limit is None:
+            continue
         # Lines of like nodes nearly coincide: dashes of different phase show both.
         style = (7 * number, (7, 7))
         kappa.axvline(limit, color=f"C{number + 2}", linestyle=style, label=f"κ_crit {kind}")
@@ -105,9 +109,9 @@ def _draw(read: Workload, where: SimulatedCluster, critical: dict[str, float], p
         raise ValueError(f"--plot {path}: {error.strerror}") from None
 
 
-def _kinds(where: SimulatedCluster, critical: dict[str, float]) -> dict[str, float]:
+def _kinds(where: SimulatedCluster, critical: Critical) -> Critical:
     """κ_crit of each kind of node; nodes of a kind have one GPU, link and κ_crit."""
-    kinds: dict[str, float] = {}
+    kinds: Critical = {}
     for node in where.nodes:
         label = f"{node.profile.gpu} {node.profile.link_name}"
         if kinds.get(label, critical[node.name]) != critical[node.name]:
@@ -136,7 +140,8 @@ def _print(figures: dict[str, Any], where: SimulatedCluster) -> None:
     for kind, limit in _kinds(where, critical).items():
         names = [name for name in critical if critical[name] == limit]
         above = (view["share_above"][names[0]] for view in views.values())
-        shares.append((kind, str(len(names)), f"{limit:.4g}", *map(console.percent, above)))
+        shown = "never" if limit is None else f"{limit:.4g}"
+        shares.append((kind, str(len(names)), shown, *map(console.percent, above)))
     columns = ("node", "count", "κ_crit", "memory-bound", "in an engine")
     console.print_table(f"{figures['model']} on {figures['cluster']}", columns, shares)
     if figures["paper"]:

@@ -5,6 +5,7 @@ Reads only; each figure is as of the moment of asking.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from itertools import islice
@@ -15,6 +16,7 @@ from kappa.protocol import Announcement, Charge
 from kappa_router.api.app import Door
 from kappa_router.api.tenants import Tenants
 from kappa_router.decision import Decision
+from kappa_router.engine_fit import critical_ratio
 from kappa_router.live.charges import credits_s
 from kappa_router.live.decision_records import oldest_waits_s
 from kappa_router.live.live_router import LiveRouter
@@ -62,7 +64,7 @@ def refresh_gauges(live: LiveRouter) -> None:
             (m.LINK_BACKLOG, link_s),
             (m.GPU_BACKLOG, gpu_s),
             (m.RESERVATIONS, router.in_flight_on(worker)),
-            (m.CRITICAL_RATIO, announced.kappa_crit),
+            (m.CRITICAL_RATIO, critical_ratio(calibration.speed)),
             (m.LINK_SCALE, calibration.link_scale),
             (m.COMPUTE_SCALE, calibration.compute_scale),
             (m.OVERHEAD, calibration.overhead_s),
@@ -146,6 +148,7 @@ def nodes(live: LiveRouter) -> list[dict[str, Any]]:
     for worker, state in live.router.workers.items():
         announced, calibration = state.announcement, state.calibration
         report = state.report.to_dict() if state.report else {}
+        kappa_crit = critical_ratio(calibration.speed)
         link_s, gpu_s = backlogs[worker]
         member = live.members.get(worker)
         breaker = live.members.breakers.state(worker, now_s)
@@ -159,7 +162,7 @@ def nodes(live: LiveRouter) -> list[dict[str, Any]]:
             "profile_error": announced.profile_error or None,
             "measured": dict(announced.measured),
             "measured_s_ago": _age_s(announced.measured),
-            "kappa_crit": announced.kappa_crit,
+            "kappa_crit": kappa_crit if math.isfinite(kappa_crit) else None,
             "kappa_eff": live.kappa_eff.get(worker),
             "engine": announced.engine,
             "graphs": announced.graphs or None,

@@ -23,7 +23,7 @@ from kappa_router.api.errors import ApiError
 from kappa_router.api.metadata import routed_metadata, tenant_metadata
 from kappa_router.api.request import ApiRequest
 from kappa_router.cluster.ports import PortAnswer, WorkerPorts
-from kappa_router.decision import COMPUTE, NoWorkerError, PricedWorker, RouteRequest
+from kappa_router.decision import NoWorkerError, PricedWorker, RouteRequest
 from kappa_router.gateway.flights import check_blame
 from kappa_router.live.live_router import LiveRouter
 from kappa_router.live.membership import DIED, ENGINE_DIED
@@ -60,7 +60,7 @@ def hands_over(
         to: the announcement of `here`.
         tokens: how many tokens' KV would be handed over.
     """
-    if here.bound != COMPUTE or here.counts.new_tokens < network.min_new_tokens:
+    if here.bound == "memory" or here.counts.new_tokens < network.min_new_tokens:
         return False
     bytes_s = tokens * to.kv_bytes_per_token / network.net_bytes_per_s
     return there.ttft_s + to.node.dilation * (network.fixed_s + bytes_s) < here.ttft_s
@@ -100,7 +100,7 @@ class PrefillElsewhere:
         except NoWorkerError:
             return decodes
         if not hands_over(self.network, here, there, workers[here.worker], routed.tokens):
-            live.metrics.inc(m.PREFILLS, "kept" if here.bound == COMPUTE else "memory_bound")
+            live.metrics.inc(m.PREFILLS, "kept" if here.bound == "compute" else "memory_bound")
             return decodes
         params = await self._prefill(live, prefills, request)
         live.metrics.inc(m.PREFILLS, "handed_over" if params else "failed")

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from numpy.random import default_rng
 
-from kappa.cost import TokenCounts, kappa_crit
+from kappa.cost import TokenCounts
 from kappa.cost import kappa_eff as kappa_eff_loading
 from kappa.hardware import NodeProfile, node_profile
-from kappa.model import ModelShape
+from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.plans.architecture import architecture_from_config
 from kappa.plans.planners import (
     Cached,
@@ -112,7 +112,9 @@ def test_closed_forms_of_the_theory() -> None:
 def test_effective_ratio_of_each_policy() -> None:
     for model in ("llama-3.1-8b", "opt-6.7b", "qwen3-30b-a3b"):
         rates = without_attention(law(model, 50))
-        crit = kappa_crit(shape_of(model), node(50))
+        shape, slow = shape_of(model), node(50)
+        flops_per_byte = 2 * shape.params_active / kv_bytes_per_token(shape)
+        crit = flops_per_byte * slow.h2d_bytes_per_s / slow.flops_per_s
         assert rates.token_s / rates.load_token_s == pytest.approx(crit)
         first = replace(rates, overlap=0.0)
         assert kappa_eff(first, "load", 128) == pytest.approx(crit)
