@@ -29,6 +29,7 @@ from kappa.model import (
     attention_flops,
     expert_params,
     gemm_flops,
+    kv_bytes,
     kv_bytes_per_token,
     weight_bytes,
 )
@@ -77,6 +78,11 @@ _steps_arrays_s: Any = interpreted(step_seconds.steps_s, max=np.maximum)
 # A context so long that the pairs among the new tokens do not count.
 _FAR_TOKENS = 1_000_000.0
 _MOST_RATIO, _RATIO_ERROR = 2.0**40, 1e-12
+
+USUAL_BLOCK_TOKENS = 16
+"""Of a block of KV: what most of vLLM's backends for GPUs choose."""
+SMALL_COPY_BYTES = 28 * 1024
+"""Below it copies are small: vLLM's own bound between its kernel and the copy engine."""
 
 
 class StepWork(NamedTuple, Generic[N]):
@@ -279,9 +285,37 @@ def step_model(
     )  # fmt: skip
 
 
+def loading_node(
+    shape: ModelShape, node: NodeProfile, block_tokens: int = USUAL_BLOCK_TOKENS
+) -> NodeProfile:
+    """The node with the link rates that copies of this model's KV reach; one that has them, as
+    every measured node does, stays as it is.
+
+    As vLLM lays KV out, a copy is a block of one layer on one GPU. One of n bytes takes
+    √((n / rate)² + copy_fixed_s²): the host submits the next one while it crosses the link.
+    """
+    if not node.copy_fixed_s and not node.small_copy_bytes_per_s:
+        return node
+    copy_bytes = kv_bytes(shape, block_tokens, node.gpus) / shape.kv_layers / node.gpus
+    small = node.small_copy_bytes_per_s if copy_bytes < SMALL_COPY_BYTES else 0.0
+
+    def reached(bytes_per_s: float) -> float:
+        copy_s = math.hypot(copy_bytes * node.gpus / bytes_per_s, node.copy_fixed_s)
+        return node.gpus * min(copy_bytes / copy_s, small or math.inf)
+
+    return replace(
+        node,
+        h2d_bytes_per_s=reached(node.h2d_bytes_per_s),
+        d2h_bytes_per_s=reached(node.store_bytes_per_s),
+        copy_fixed_s=0.0,
+        small_copy_bytes_per_s=0.0,
+    )
+
+
 def load_token_s(shape: ModelShape, node: NodeProfile) -> float:
-    """Seconds of link time to bring the KV of one token to the device."""
-    return kv_bytes_per_token(shape) / node.h2d_bytes_per_s
+    """Seconds of link time to bring the KV of one token to the device, in usual blocks where the
+    node's rates are not those of this model's copies (`loading_node`)."""
+    return kv_bytes_per_token(shape) / loading_node(shape, node).h2d_bytes_per_s
 
 
 def transfer_s(tokens: N, token_s: float, fixed_s: float) -> N:
@@ -331,9 +365,9 @@ def critical_ratio(token_s: float, link_bytes_per_s: float, token_bytes: float) 
 
 
 def kappa_crit(shape: ModelShape, node: NodeProfile) -> float:
-    """κ_crit = (2P/M)·(B/G), paper 001 Eq. 6: no attention, no floor, no fixed cost."""
+    """κ_crit = (2P/M)·(B/G), paper 001 Eq. 6, by peaks: no attention, no floor, no fixed cost."""
     flops_per_byte = 2.0 * shape.params_active / kv_bytes_per_token(shape)
-    return flops_per_byte * node.h2d_bytes_per_s / node.flops_per_s
+    return flops_per_byte * node.peak_link_bytes_per_s / node.flops_per_s
 
 
 def bound(counts: TokenCounts, shape: ModelShape, node: NodeProfile) -> Bound:

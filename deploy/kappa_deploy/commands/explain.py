@@ -58,7 +58,8 @@ def tables(
         models = [model_row(name, node or _NODES) for name in model or SHAPES]
     cases = [{"name": c.name, "paper": c.paper, "recomputed": c.recomputed} for c in paper.cases()]
     nodes = [
-        {"node": n.name, "gpu": n.gpu, "link": n.link_name, "gbps": n.h2d_bytes_per_s / 1e9,
+        {"node": n.name, "gpu": n.gpu, "link": n.link_name, "gbps": n.peak_link_bytes_per_s / 1e9,
+         "load_gbps": n.h2d_bytes_per_s / 1e9, "store_gbps": n.store_bytes_per_s / 1e9,
          "dense_tflops": n.flops_per_s / 1e12, "hbm_tbps": n.hbm_bytes_per_s / 1e12}
         for n in CATALOGUE.values()
     ]  # fmt: skip
@@ -82,7 +83,11 @@ def tables(
             cases,
         ),
         "slips": ("Where the paper slips", slips),
-        "nodes": ("Nodes: data-sheet figures; of pcie and c2c assumed sustained ones", nodes),
+        "nodes": (
+            "Nodes: data-sheet figures, and what large copies in and out reach of the link "
+            "(docs/silicon.md); of pcie and c2c assumed sustained ones",
+            nodes,
+        ),
         "models": (
             "Models: layers with KV that grows, KV in KB per token and κ_crit on nodes, KV in 16 "
             "bits and in 8",
