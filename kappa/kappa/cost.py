@@ -83,6 +83,11 @@ _LEAST_TOKEN_S = 1e-12
 QUESTION_TOKENS = 128
 """The κ_crit of a worker alone is that of a request with this many new tokens."""
 
+USUAL_BLOCK_TOKENS = 16
+"""Of a block of KV: what most of vLLM's backends for GPUs choose."""
+SMALL_COPY_BYTES = 28 * 1024
+"""Below it copies are small: vLLM's own bound between its kernel and the copy engine."""
+
 
 class StepWork(NamedTuple, Generic[N]):
     """New tokens, pairs of query and key, and tokens whose KV is read."""
@@ -285,10 +290,38 @@ def step_model(
     )  # fmt: skip
 
 
+def loading_node(
+    shape: ModelShape, node: NodeProfile, block_tokens: int = USUAL_BLOCK_TOKENS
+) -> NodeProfile:
+    """The node with the link rates that copies of this model's KV reach; one that has them, as
+    every measured node does, stays as it is.
+
+    As vLLM lays KV out, a copy is a block of one layer on one GPU. One of n bytes takes
+    √((n / rate)² + copy_fixed_s²): the host submits the next one while it crosses the link.
+    """
+    if not node.copy_fixed_s and not node.small_copy_bytes_per_s:
+        return node
+    copy_bytes = kv_bytes(shape, block_tokens, node.gpus) / shape.kv_layers / node.gpus
+    small = node.small_copy_bytes_per_s if copy_bytes < SMALL_COPY_BYTES else 0.0
+
+    def reached(bytes_per_s: float) -> float:
+        copy_s = math.hypot(copy_bytes * node.gpus / bytes_per_s, node.copy_fixed_s)
+        return node.gpus * min(copy_bytes / copy_s, small or math.inf)
+
+    return replace(
+        node,
+        h2d_bytes_per_s=reached(node.h2d_bytes_per_s),
+        d2h_bytes_per_s=reached(node.store_bytes_per_s),
+        copy_fixed_s=0.0,
+        small_copy_bytes_per_s=0.0,
+    )
+
+
 def load_token_s(shape: ModelShape, node: NodeProfile) -> float:
     """Seconds of link time to bring the KV of one token to the device, to all its GPUs if they are
-    several."""
-    return kv_bytes(shape, 1.0, node.gpus) / node.h2d_bytes_per_s
+    several; in usual blocks where the node's rates are not those of this model's copies
+    (`loading_node`)."""
+    return kv_bytes(shape, 1.0, node.gpus) / loading_node(shape, node).h2d_bytes_per_s
 
 
 def transfer_s(tokens: N, token_s: float, fixed_s: float) -> N:

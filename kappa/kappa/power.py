@@ -49,13 +49,18 @@ GPUS: dict[str, GpuPower] = {
     "A100-SXM4-80GB": GpuPower(400.0, 100.0, 55.0, "NVIDIA A100 data sheet: 400 W"),
     "H100-SXM5-80GB": _SXM700,
     "H200-SXM-141GB": _SXM700,
+    "L4-24GB": GpuPower(72.0, 40.0, 12.0, "NVIDIA L4 data sheet: 72 W"),
     "L40S-48GB": GpuPower(350.0, 100.0, 35.0, "NVIDIA L40S data sheet: 350 W"),
     "B200-HGX-180GB": GpuPower(1000.0, 200.0, 100.0, "NVIDIA HGX B200 data sheet: 1000 W"),
+    "B300-HGX-270GB": GpuPower(1100.0, 200.0, 110.0, "NVIDIA HGX B300 data sheet: 1100 W"),
     "B200-class, CPU on package": GpuPower(1000.0, 200.0, 100.0, "as B200"),
     "GH200-96GB": GpuPower(
         900.0, 200.0, 90.0, "NVIDIA GH200 data sheet: 450 to 1000 W for CPU, GPU and memory"
     ),
     "GB200-186GB": GpuPower(1200.0, 200.0, 120.0, "NVIDIA GB200 NVL72 data sheet: 1200 W per GPU"),
+    "GB300-279GB": GpuPower(1400.0, 200.0, 140.0, "NVIDIA GB300 NVL72 data sheet: 1400 W per GPU"),
+    "RTX-PRO-6000-96GB": GpuPower(600.0, 150.0, 30.0, "NVIDIA RTX PRO 6000 data sheet: 600 W"),
+    "MI300X-192GB": GpuPower(750.0, 200.0, 130.0, "AMD Instinct MI300X data sheet: 750 W"),
     "demo GPU": GpuPower(700.0, 200.0, 70.0, "demo: as H100"),
 }
 """By the `gpu` of a `NodeProfile`; not all are here."""
@@ -97,7 +102,8 @@ def table5_rows() -> list[dict[str, str | float]]:
     its median lengths on its server, eight H100 that load 15 GB/s each, 40 in a step as Table 4 has
     it; and joules of a prompt."""
     link = MEASURED_LINK_GB_PER_S * 1e9
-    node = replace(CATALOGUE["h100-pcie5"], h2d_bytes_per_s=link)
+    node = CATALOGUE["h100-pcie5"]
+    node = replace(node, h2d_bytes_per_s=link, copy_fixed_s=0.0, load_fixed_s=0.0)
     (sharegpt, narrativeqa), rows = TABLE5_POWER_W[70], list[dict[str, str | float]]()
     for workload, paper, counts in (
         ("ShareGPT", sharegpt[0], (10_000, 100, 40)),

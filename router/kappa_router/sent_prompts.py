@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from kappa.cost import step_model
+from kappa.cost import loading_node, step_model
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.protocol import Announcement
@@ -62,7 +62,7 @@ def announcement_of(
     """The announcement of an engine that makes none: `node` of the catalogue, serving
     `shape`, whole prompts of up to 8,192 tokens at a step."""
     return Announcement(
-        worker=worker, model=model, node=node, step=step_model(shape, node),
+        worker=worker, model=model, node=loading_node(shape, node), step=step_model(shape, node),
         kv_bytes_per_token=kv_bytes_per_token(shape), emulated_model="", fingerprint="history",
         block_tokens=size.block_tokens, device_blocks=size.device_blocks,
         host_blocks=size.host_blocks, max_batch_tokens=8192,

@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kappa.checks import unknown_name
-from kappa.cost import StepModel, batch_work, step_model
+from kappa.cost import StepModel, batch_work, loading_node, step_model
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.silicon import SILICON_FIGURES, SiliconTable, silicon_node, silicon_table
@@ -165,7 +165,8 @@ def node_model(spec: NodeSpec, shape: ModelShape, block_tokens: int) -> NodeMode
             f"node {spec.name}: {spec.silicon} is a table of another model than {shape.name}: "
             "name one of its own"
         )
-    profile, room = spec.profile, kv_room(spec, shape, block_tokens)
+    room = kv_room(spec, shape, block_tokens)
+    profile = loading_node(shape, spec.profile, block_tokens)
     block_bytes = kv_bytes_per_token(shape) * block_tokens
     return NodeModel(
         step=step_model(shape, profile),

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kappa.cost import load_token_s, step_model
+from kappa.cost import load_token_s, loading_node, step_model
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.plans.measured import as_measured
 from kappa.plans.rates import rates_from_law
@@ -209,7 +209,8 @@ def announcements_of(config: SimulationConfig, models: Sequence[NodeModel]) -> l
     """What each node announces to the router."""
     found: list[Announcement] = []
     for index, (node, model) in enumerate(zip(config.cluster.nodes, models, strict=True)):
-        profile, step = announced(index, node.profile, model.step, config.faults.misprofiles)
+        true = loading_node(config.shape, node.profile, model.block_tokens)
+        profile, step = announced(index, true, model.step, config.faults.misprofiles)
         plan: dict[str, Any] = {}
         if model.overlap:
             rates = rates_from_law(config.shape, profile, overlap=model.overlap)

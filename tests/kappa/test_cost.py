@@ -89,7 +89,8 @@ def test_loading_at_kappa_crit_takes_as_long_as_computing(
 def test_kappa_crit_of_a_mixture_follows_the_new_tokens() -> None:
     # Few tokens read nearly as many experts as many do. Equation 6 has 4.3 for all of them.
     mixture = model_shape("qwen3-30b-a3b")
-    h100 = replace(node_profile("h100-pcie5"), h2d_bytes_per_s=63e9, load_fixed_s=0.0)
+    free = dict.fromkeys(("load_fixed_s", "copy_fixed_s"), 0.0)
+    h100 = replace(node_profile("h100-pcie5"), h2d_bytes_per_s=63e9, **free)
     few, some, many = (
         law.idle_cost(TokenCounts(0, 0, n), mixture, h100).kappa_crit for n in (256, 512, 4096)
     )
@@ -188,6 +189,50 @@ def test_attention_triples_a_tokens_compute_at_64k_of_context() -> None:
     linear = 2 * LLAMA.params_active
     growth = (linear + attention_flops(LLAMA, 1, 64_000)) / linear
     assert growth * literal(LLAMA, PCIE) == pytest.approx(53, abs=1)
+
+
+def copying(node: str, model: str, gpus: int = 1, block_tokens: int = 16) -> float:
+    """GB/s of loads that each of a node's GPUs reaches with a model's copies."""
+    found = law.loading_node(model_shape(model), node_profile(node).times(gpus), block_tokens)
+    return found.h2d_bytes_per_s / gpus / 1e9
+
+
+def test_copies_of_a_layers_block_reach_what_was_measured() -> None:
+    # Llama-3.1-8B has 4,096 bytes a token and layer, so 65,536 a copy of 16 tokens: 1.21363 us at
+    # 54 GB/s beside 0.5 us of the host, √(1.21363² + 0.5²) = 1.31258 us, 49.93 GB/s.
+    assert copying("h100-pcie5", "llama-3.1-8b") == pytest.approx(49.93, abs=0.01)
+    # Measured on H100 (vllm#42212): 51.4 to 51.8 in long batches of these, of 7 tokens' 28 KiB
+    # 39.9 to 44.1; of 8 KiB (vllm#48434) 12.5 to 15.2.
+    assert copying("h100-pcie5", "llama-3.1-8b", 1, 7) == pytest.approx(39.32, abs=0.01)
+    assert copying("h100-pcie5", "llama-3.1-8b", 1, 2) == pytest.approx(15.68, abs=0.01)
+    # H20, Qwen3-Coder-30B-A3B (agentic-kvc): a hit of 65,536 tokens in host memory takes 161 ms
+    # more than one on the device. 98,304 bytes each, 32 KiB a copy at 41.7 GB/s, and 13 ms.
+    loaded_s = law.load_s(model_shape("qwen3-30b-a3b"), node_profile("h100-pcie5"), 65_536)
+    assert loaded_s == pytest.approx(0.161, rel=0.05)
+
+
+def test_copies_shrink_with_the_gpus_that_share_them() -> None:
+    # A quarter of Llama-3.1-70B's 65,536 bytes: √(0.30341² + 0.5²) = 0.58486 us for 16,384.
+    assert copying("h100-pcie5", "llama-3.1-70b", 4) == pytest.approx(28.01, abs=0.01)
+    assert copying("gh200-c2c", "llama-3.1-70b") == pytest.approx(122.4, abs=0.1)
+    # An MLA latent is whole on each of them: 64 tokens of 576 numbers of two bytes are 73,728
+    # bytes, √(1.36533² + 0.5²) = 1.45400 us.
+    one, eight = (copying("h200-pcie5", "deepseek-v3", gpus, 64) for gpus in (1, 8))
+    assert one == eight == pytest.approx(50.71, abs=0.01)
+
+
+def test_small_copies_reach_little_without_a_kernel_for_them() -> None:
+    assert copying("mi300x-pcie5", "llama-3.1-8b", 1, 6) == 6.0
+    assert copying("mi300x-pcie5", "llama-3.1-8b", 1, 7) == pytest.approx(39.32, abs=0.01)
+    assert copying("mi300x-pcie5", "llama-3.1-70b", 4) == 6.0
+
+
+def test_rates_of_copies_are_taken_once() -> None:
+    found = law.loading_node(LLAMA, node_profile("gh200-c2c"))
+    assert law.loading_node(LLAMA, found) is found and law.loading_node(LLAMA, PCIE) is PCIE
+    assert law.load_token_s(LLAMA, found) == law.load_token_s(LLAMA, node_profile("gh200-c2c"))
+    # Stores take 295 GB/s: √(0.22216² + 0.5²) = 0.54713 us for 65,536 bytes.
+    assert found.store_bytes_per_s == pytest.approx(119.78e9, rel=1e-4)
 
 
 def test_load_seconds_of_the_survey() -> None:

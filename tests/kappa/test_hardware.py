@@ -15,8 +15,9 @@ from kappa.shapes import model_shape
 
 def test_catalogue_has_the_nodes_we_promise() -> None:
     assert set(CATALOGUE) == {
-        "a100-pcie4", "h100-pcie5", "h200-pcie5", "b200-pcie5", "gh200-c2c", "gb200-c2c",
-        "l40s-pcie4", "unified-hbm", *DEMO_NODES,
+        "a100-pcie4", "h100-pcie5", "h200-pcie5", "b200-pcie5", "b300-pcie5", "gh200-c2c",
+        "gb200-c2c", "gb300-c2c", "l40s-pcie4", "l4-pcie4", "rtx-pro-6000-pcie5", "mi300x-pcie5",
+        "unified-hbm", *DEMO_NODES,
     }  # fmt: skip
 
 
@@ -29,11 +30,14 @@ def test_every_node_is_sourced_and_plausible(name: str) -> None:
     assert node.h2d_bytes_per_s <= node.hbm_bytes_per_s
     # Dense FP16, not the sparse peaks of paper 001's Table 2.
     assert node.flops_per_s <= 2500e12
-    assert node.hbm_bytes >= 48e9
+    assert node.hbm_bytes >= 24e9
     # What steps reach is below the peaks, where it is known.
     assert all(getattr(node, reached) < node.flops_per_s for reached in REACHED[:2])
     assert all(getattr(node, reached) < node.hbm_bytes_per_s for reached in REACHED[2:])
     assert (node.gemm_flops_per_s > 0) == ("docs/silicon.md" in node.reference)
+    if node.link_bytes_per_s:
+        assert max(node.h2d_bytes_per_s, node.d2h_bytes_per_s) < node.link_bytes_per_s
+        assert 0 < node.copy_fixed_s < node.load_fixed_s
 
 
 def test_gpus_as_one_add_rates_and_keep_their_own_links() -> None:
@@ -55,8 +59,16 @@ def test_demo_nodes_differ_in_the_link_alone() -> None:
 
 
 def test_c2c_counts_one_direction() -> None:
-    assert CATALOGUE["gh200-c2c"].h2d_bytes_per_s == 450e9
-    assert CATALOGUE["gb200-c2c"].link_group
+    assert CATALOGUE["gh200-c2c"].peak_link_bytes_per_s == 450e9
+    assert CATALOGUE["c2c"].peak_link_bytes_per_s == 375e9
+
+
+def test_the_gpus_of_one_grace_have_half_its_link_each() -> None:
+    for name in ("gb200-c2c", "gb300-c2c"):
+        node = CATALOGUE[name]
+        assert (node.link_group, node.peak_link_bytes_per_s) == ("grace", 225e9)
+        # What both reach together is below the 450 GB/s of their CPU.
+        assert 2 * node.h2d_bytes_per_s < 450e9 and 2 * node.d2h_bytes_per_s < 450e9
 
 
 def test_profile_from_a_file(tmp_path: Path) -> None:

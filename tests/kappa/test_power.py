@@ -31,7 +31,8 @@ def test_prompt_power_is_low_when_loading_outlasts_computing():
     # Llama-3.1-70B on 8 H100 at their peaks and 15 GB/s each: 3.2768 GB in 27.3067 ms. FLOPs: 100
     # tokens of 136.905e9 and 1.005e6 pairs of 2.62144e6, 16.3250e12 at 7.912e15/s, 2.06332 ms; 40
     # such take 82.533 ms, more than reading weights and KV. So 70 + 630 * 82.533 / 1092.27.
-    bare = dict.fromkeys((*REACHED, "exposed", "peer_bytes_per_s", "peer_fixed_s"), 0.0)
+    besides = "exposed", "peer_bytes_per_s", "peer_fixed_s", "load_fixed_s", "copy_fixed_s"
+    bare = dict.fromkeys((*REACHED, *besides), 0.0)
     node = replace(CATALOGUE["h100-pcie5"], h2d_bytes_per_s=15e9, **bare)
     watts, joules = prompt_power(H100, model_shape("llama-3.1-70b"), node, (10_000, 100, 40), 8)
     assert watts == pytest.approx(117.60, abs=0.01)

@@ -29,8 +29,9 @@ NEVER = float("inf")
 
 
 def announcement(worker, node="h100-pcie5", **changes):
-    """A worker of Llama-3.1-8B on a node, by its profile or its name in the catalogue."""
-    profile = node_profile(node) if isinstance(node, str) else node
+    """A worker of Llama-3.1-8B on a node, by its profile or its name in the catalogue, which then
+    takes nothing for a load but its bytes."""
+    profile = replace(node_profile(node), load_fixed_s=0.0) if isinstance(node, str) else node
     announced = Announcement(
         worker=worker, model="m", node=profile, step=step_model(SHAPE, profile),
         kv_bytes_per_token=KV_BYTES, emulated_model="", fingerprint="f", block_tokens=SIZE,

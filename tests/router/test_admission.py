@@ -220,12 +220,12 @@ def test_long_prompts_that_come_alone_are_admitted():
 
 def test_limit_follows_the_best_holder_on_device_and_in_host():
     # 4,000 tokens, of which one worker has 1,000 on the device and 2,000 in host: the idle TTFT is
-    # that of loading 3,000 (131,072 bytes each at 63 GB/s, 6.2 ms) and computing 1,000 behind them.
+    # that of loading 3,000 (131,072 bytes each at 54 GB/s, 7.3 ms) and computing 1,000 behind them.
     fleet = fleet_of("h100-pcie5", "h100-pcie5")
     estimates = estimate(fleet, tokens=4000)
     estimates.device_tokens[1], estimates.cached_tokens[1] = 1000.0, 2000.0
     step = step_model(SHAPE, node_profile("h100-pcie5"))
-    expected_s = 3000 * 131072 / 63e9 + step.step_s([(1000, 3000)])
+    expected_s = 3000 * 131072 / 54e9 + step.step_s([(1000, 3000)])
     fleet.objective = ServiceObjective(
         ttft_s=0.0, ttft_idle_factor=4.0, tpot_s=0.0, tpot_idle_factor=3.0
     )

@@ -104,7 +104,7 @@ def test_announced_speeds_are_what_a_forecast_starts_from():
     made = Calibration(announcement(node=paced, step=step))
     speed = made.speed
     assert speed.load_s(0) == 0.0
-    assert speed.load_s(63) == pytest.approx(5.0 + 10 * 63 * KV_BYTES / 63e9)
+    assert speed.load_s(54) == pytest.approx(5.0 + 10 * 54 * KV_BYTES / 54e9)
     assert speed.step == step and speed.step_s([(9, 9)]) == step.real_s([(9, 9)])
     assert (made.compute_scale, made.link_scale, made.overhead_s) == (1.0, 1.0, 0.0)
     # Nothing is known better than to about a factor of 3; of a pace, of 1.5.

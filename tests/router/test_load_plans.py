@@ -37,7 +37,9 @@ def planning(worker="w", planner="", **figures):
     """A worker on a node of these rates, which plans its loads if it names a planner."""
     measured = rates(**figures)
     read = rates_from_measured(measured)
-    node = replace(node_profile("h100-pcie5"), h2d_bytes_per_s=read.h2d_bytes_per_s)
+    node = replace(
+        node_profile("h100-pcie5"), h2d_bytes_per_s=read.h2d_bytes_per_s, load_fixed_s=0.0
+    )
     if not planner:
         return building.announcement(worker, node)
     plan = {"planner": planner, "act_share": 0.0, "rates": measured}

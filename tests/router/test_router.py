@@ -93,18 +93,18 @@ def test_idle_worker_is_priced_by_load_and_compute():
     chosen = made.explain(ask(tokens=400), 1.0).chosen
     counts = chosen.counts
     assert (counts.device_tokens, counts.cached_tokens, counts.new_tokens) == (160, 160, 80)
-    assert chosen.load_s == pytest.approx(160 * KV_BYTES / 63e9)
+    assert chosen.load_s == pytest.approx(160 * KV_BYTES / 54e9)
     announced = announcement("a")
     assert chosen.compute_s == pytest.approx(announced.step.real_s([(80, 320)]))
     assert chosen.ttft_s == pytest.approx(chosen.load_s + chosen.compute_s, abs=1e-6)
     assert chosen.queue_s == pytest.approx(0.0, abs=1e-6)
     assert (chosen.tpot_impact_s, chosen.backlog_s, chosen.in_flight) == (0.0, 0.0, 0)
     # As many tokens as could be loaded while 80 are computed, over these.
-    assert chosen.kappa_crit == pytest.approx(chosen.compute_s * 63e9 / (KV_BYTES * 80))
+    assert chosen.kappa_crit == pytest.approx(chosen.compute_s * 54e9 / (KV_BYTES * 80))
     assert chosen.bound == "compute"
     # Products reach 0.711 of the data sheet's FLOP/s.
     rate = 0.711 * 989e12
-    literal = gemm_flops(SHAPE) * 63e9 / (rate * KV_BYTES)
+    literal = gemm_flops(SHAPE) * 54e9 / (rate * KV_BYTES)
     assert announced.kappa_literal == pytest.approx(literal)
 
 

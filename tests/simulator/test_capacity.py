@@ -18,8 +18,13 @@ BLOCK = 16
 SHAPE = model_shape("llama-3.1-8b")
 
 
-FAST = NodeClass(node_profile("gh200-c2c"), host_bytes=512e9, count=1)
-SLOW = NodeClass(node_profile("a100-pcie4"), host_bytes=512e9, count=1)
+def plain(name):
+    """A node of the catalogue that takes nothing for a load but its bytes at the link's rate."""
+    return replace(node_profile(name), load_fixed_s=0.0, copy_fixed_s=0.0)
+
+
+FAST = NodeClass(plain("gh200-c2c"), host_bytes=512e9, count=1)
+SLOW = NodeClass(plain("a100-pcie4"), host_bytes=512e9, count=1)
 FEW = 200  # requests to count
 
 

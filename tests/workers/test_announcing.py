@@ -3,6 +3,7 @@
 The replica is real but for Ray and its engine, which says and measures what a test has it say.
 """
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -144,9 +145,14 @@ async def test_a_node_that_is_given_is_announced_unmeasured():
     replica, config = await started(Given)
     assert config.engine_kwargs == {}
     said = Announcement.from_dict((await replica.record_routing_stats())["kappa"])
-    assert said.node == node_profile("gh200-c2c")
     # Two layers of keys and values of 64 numbers each, in four bytes.
     assert said.kv_bytes_per_token == 2 * 2 * 64 * 4
+    # Copies of a layer's block, of 16 tokens unless the engine says, reach little of the link.
+    given = node_profile("gh200-c2c")
+    copy_s = math.hypot(8192 / given.h2d_bytes_per_s, given.copy_fixed_s)
+    assert said.node.h2d_bytes_per_s == pytest.approx(8192 / copy_s)
+    link = {"h2d_bytes_per_s", "d2h_bytes_per_s", "copy_fixed_s"}
+    assert {k for k, v in given.to_dict().items() if v != said.node.to_dict()[k]} == link
 
 
 async def test_an_extension_that_the_user_gave_stays():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -158,6 +159,19 @@ def test_engine_request_is_empty_for_paced_and_torch_engines() -> None:
     assert StepModel.from_dict(request["prior"]).token_s > 0 and request["budget_s"] <= 20
     assert worker_plan(paced("pcie")).engine_request(0) == {}
     assert dataclasses.replace(real, kind="torch").engine_request(0) == {}
+
+
+def test_catalogues_link_is_announced_as_this_models_copies_reach_it() -> None:
+    # Blocks of 32 tokens: of Llama-3.1-8B, which is emulated, 131,072 bytes of a layer; of
+    # Qwen2.5-7B, which runs, 2,048 a token, half of them. √((n / 54 GB/s)² + 0.5²) us each.
+    h100 = node_profile("h100-pcie5")
+    emulated = said(worker_plan(replace(h100, source="paced")), measured={}).node
+    run = said(worker_plan(h100), measured={}).node
+    assert emulated.h2d_bytes_per_s == pytest.approx(52.89e9, rel=1e-3)
+    assert run.h2d_bytes_per_s == pytest.approx(49.93e9, rel=1e-3)
+    assert emulated.load_fixed_s == run.load_fixed_s == 13e-3
+    measured = said(worker_plan(h100), measured=ENGINE).node
+    assert measured.h2d_bytes_per_s == measured.peak_link_bytes_per_s == ENGINE["h2d_bytes_per_s"]
 
 
 def test_announcement_keeps_the_catalogue_when_a_profile_failed() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import structs
 
-from kappa.cost import step_model
+from kappa.cost import USUAL_BLOCK_TOKENS, loading_node, step_model
 from kappa.hardware import NODE_RATES, REACHED, NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.plans.clo import HeadProfile, SparseSettings
@@ -43,8 +43,8 @@ from kappa_workers.vllm.options import (
 )
 from kappa_workers.vllm.tail_recompute import LOAD_ALL, TAIL, tail_rates
 
-# What most of vLLM's backends for GPUs choose.
-_USUAL_BLOCK_TOKENS = 16
+# Of a catalogue's node: what is measured has them in its rates.
+_PRIOR_ONLY = "peer_bytes_per_s", "peer_fixed_s", "link_bytes_per_s"
 # An engine measures itself for so long at most, once per machine, model and versions.
 _MEASURE_S = 18.0
 # A line that is off by more of a transfer's seconds is said to be.
@@ -113,7 +113,10 @@ class WorkerPlan:
     silent_s: float = 10.0
 
     def node(self, rank: int) -> NodeProfile:
-        return self.nodes[rank % len(self.nodes)]
+        """The node of a rank, with the link rates that copies of its model's KV reach."""
+        node = self.nodes[rank % len(self.nodes)]
+        shape = self.emulated if node.source == "paced" else self.served
+        return loading_node(shape, node, self.limits.block_tokens or USUAL_BLOCK_TOKENS)
 
     def sized(self, memory_bytes: float, gpus: float) -> WorkerPlan:
         """The same with a host tier for a machine with this memory and these GPUs, where the
@@ -140,7 +143,7 @@ class WorkerPlan:
     @property
     def block_bytes(self) -> float:
         """Bytes of one KV block of the model that runs, of a usual one before its size is known."""
-        return kv_bytes_per_token(self.served) * (self.limits.block_tokens or _USUAL_BLOCK_TOKENS)
+        return kv_bytes_per_token(self.served) * (self.limits.block_tokens or USUAL_BLOCK_TOKENS)
 
     @property
     def host_blocks(self) -> int:
@@ -217,7 +220,7 @@ def measured_node(
         return node
     disk = measured.get("disk", {}).get("bytes_per_s", node.disk_bytes_per_s)
     # What steps reach of a GPU's peaks is in the measured rates.
-    bare: dict[str, Any] = dict.fromkeys((*REACHED, "peer_bytes_per_s", "peer_fixed_s"), 0.0)
+    bare: dict[str, Any] = dict.fromkeys((*REACHED, *_PRIOR_ONLY), 0.0)
     node = replace(
         node,
         source="measured",

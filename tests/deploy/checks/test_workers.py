@@ -290,6 +290,12 @@ def test_a_machine_without_a_driver_has_no_gpu_and_says_why():
         ("NVIDIA A100-SXM4-80GB", "a100-pcie4"),
         ("NVIDIA GH200 480GB", "gh200-c2c"),
         ("NVIDIA H200", "h200-pcie5"),
+        ("NVIDIA H100 PCIe", "h100-pcie5"),
+        ("NVIDIA GB300", "gb300-c2c"),
+        ("NVIDIA L40S", "l40s-pcie4"),
+        ("NVIDIA L4", "l4-pcie4"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000-pcie5"),
+        ("NVIDIA A30 PCIe", "h100-pcie5"),
         ("Something New", "h100-pcie5"),
     ],
 )

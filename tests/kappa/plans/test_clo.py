@@ -177,7 +177,7 @@ def test_chosen_tokens_are_a_share_rounded_up_and_bounded():
 
 
 def test_a_sparse_plan_moves_less_and_is_not_exact():
-    rates = rates_from_law(LLAMA, node_profile("h100-pcie5"))
+    rates = rates_from_law(LLAMA, replace(node_profile("h100-pcie5"), load_fixed_s=0.0))
     plan = sparse_plan(rates, SPARSE, persistent_share(LLAMA, FIRST), 32_768, 256)
     assert (plan.kind, plan.exact, plan.cached_tokens) == ("sparse", False, 32_768)
     whole = rates.load.seconds(32_768)

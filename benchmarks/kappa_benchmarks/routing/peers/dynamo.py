@@ -169,7 +169,9 @@ def announcement(node: Mocker, instance: int, emulation: Emulation, wrong: float
     sign = itertools.cycle((wrong, 1 / wrong))
     constants = ("token_s", "pair_s", "weights_s", "context_token_s", "fixed_s")
     link = node.h2d_bytes_per_s / dilation / next(sign)
-    profile = replace(node_profile(node.profile), name=node.name, h2d_bytes_per_s=link)
+    # A mocker's loads take their bytes and nothing besides.
+    known = replace(node_profile(node.profile), d2h_bytes_per_s=0.0, load_fixed_s=0.0)
+    profile = replace(known, name=node.name, h2d_bytes_per_s=link, copy_fixed_s=0.0)
     return Announcement(
         worker=str(instance), model=MODEL, node=profile,
         step=replace(step, **{name: getattr(step, name) * next(sign) for name in constants}),
