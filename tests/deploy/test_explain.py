@@ -190,7 +190,9 @@ def test_explain_prices_gpus_that_work_as_one() -> None:
     request = ("--model", "llama-3.1-70b", "--cached", "30000", "--new", "512")
     one, four = (_json("explain", *request, "--node", "h100-pcie5", "--tp", n) for n in "14")
     # A quarter of the bytes cross each link in copies of a quarter, 28.0 GB/s for 49.9; and 13 ms.
-    assert four["load_s"] - 0.013 == pytest.approx((one["load_s"] - 0.013) / 4 * 49.93 / 28.01, 1e-3)
+    assert four["load_s"] - 0.013 == pytest.approx(
+        (one["load_s"] - 0.013) / 4 * 49.93 / 28.01, 1e-3
+    )
     # 80 layers' two sums of 512 tokens cost more than nothing.
     assert one["compute_s"] / 4 < four["compute_s"] < one["compute_s"] / 2
     assert "h100-pcie5 tp4" in _run("explain", *request, "--node", "h100-pcie5", "--tp", "4")
