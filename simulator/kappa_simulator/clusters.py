@@ -219,6 +219,38 @@ _BUILT_IN: dict[str, tuple[tuple[str, int], ...]] = {
     "uniform": (("h100", 16),),
 }
 
+_SYSTEMS: dict[str, NodeSpec] = {
+    "a100_sxm": KINDS["a100"],
+    "h100_sxm": KINDS["h100"],
+    "h200_sxm": KINDS["h100"],
+    "gb200": replace(
+        KINDS["gh200"],
+        watts=1200.0,
+        profile=replace(KINDS["gh200"].profile, h2d_bytes_per_s=172e9, d2h_bytes_per_s=183e9),
+    ),
+    "l40s": replace(KINDS["a100"], watts=350.0),
+}
+"""The hosts of the GPUs of silicon: as those of the kinds above, and a Grace whose two GPUs load at
+once (169 to 175 GB/s each in, 182 to 184 out, Megatron-LM issue 6491)."""
+
+_LLAMA, _MIXTURE = "llama-3.1-8b/tp1", "qwen3-30b-a3b/tp1"
+_SILICON: dict[str, tuple[str, tuple[tuple[str, int], ...]]] = {
+    "mixed-silicon": (
+        _LLAMA,
+        (("gb200", 4), ("h200_sxm", 4), ("h100_sxm", 4), ("a100_sxm", 4), ("l40s", 4)),
+    ),
+    "small-silicon": (_LLAMA, (("gb200", 1), ("h100_sxm", 3))),
+    "uniform-silicon": (_LLAMA, (("h100_sxm", 16),)),
+    "mixture-silicon": (
+        _MIXTURE,
+        (("gb200", 2), ("h200_sxm", 2), ("h100_sxm", 2), ("a100_sxm", 2)),
+    ),
+}
+"""Clusters of real GPUs: whose tables their steps last by, and how many of each."""
+
+MODEL = "llama-3.1-8b"
+"""What clusters without a table serve, unless another model is named."""
+
 
 def numbered(spec: NodeSpec, count: int, first: int = 0) -> list[NodeSpec]:
     """`count` nodes like `spec`, named `h100-0`, `h100-1` and so on."""
@@ -251,11 +283,37 @@ def cluster_named(name_or_path: str) -> SimulatedCluster:
     if mix is not None:
         nodes = [node for kind, count in mix for node in numbered(KINDS[kind], count)]
         return SimulatedCluster(name_or_path.lower(), tuple(nodes))
+    if name_or_path.lower() in _SILICON:
+        return _of_silicon(name_or_path.lower())
     path = Path(name_or_path)
     if path.suffix in (".yaml", ".yml", ".json") or path.is_file():
         return _read(path)
     remedy = "or give the path of a YAML or JSON file"
-    raise ClusterError(str(unknown_name("cluster", name_or_path, _BUILT_IN, remedy)))
+    names = (*_BUILT_IN, *_SILICON)
+    raise ClusterError(str(unknown_name("cluster", name_or_path, names, remedy)))
+
+
+def _of_silicon(name: str) -> SimulatedCluster:
+    table, mix = _SILICON[name]
+    nodes: list[NodeSpec] = []
+    for system, count in mix:
+        host, silicon = _SYSTEMS[system], f"{system}/{table}"
+        named = system.removesuffix("_sxm")
+        profile = replace(host.profile, **_figures(silicon), name=named)
+        nodes += numbered(replace(host, profile=profile, silicon=silicon), count)
+    return SimulatedCluster(name, tuple(nodes))
+
+
+def _figures(table: str) -> dict[str, Any]:
+    """What a node has of a table's GPUs; the router starts from their law."""
+    gpus = silicon_node(table)
+    return {name: getattr(gpus, name) for name in SILICON_FIGURES}
+
+
+def model_served(cluster: SimulatedCluster) -> str:
+    """The model whose tables the nodes last by; `MODEL` where no node has one."""
+    tables = [node.silicon for node in cluster.nodes if node.silicon]
+    return tables[0].split("/")[1] if tables else MODEL
 
 
 def _read(path: Path) -> SimulatedCluster:
@@ -326,9 +384,7 @@ def _parse(data: object, where: str) -> tuple[NodeSpec, int]:
     own = {key: getattr(row, key) for key in _OWN_KEYS if getattr(row, key) is not None}
     try:
         if row.silicon:
-            # Its law, which the router starts from, is that of the table's GPUs.
-            gpus = silicon_node(row.silicon)
-            start |= {name: getattr(gpus, name) for name in SILICON_FIGURES}
+            start |= _figures(row.silicon)
         made = NodeProfile.from_dict({**start, **profile})
         spec = NodeSpec(made, **own) if base is None else replace(base, profile=made, **own)
     except (TypeError, ValueError) as error:
