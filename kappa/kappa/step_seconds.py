@@ -108,15 +108,9 @@ def factor(factors: Any, tokens: float) -> float:
 @compiled
 def limit_s(step: Any, most: float, decoding: float, read_s: float) -> float:
     """What a step may last for those that decode in it, whose contexts take `read_s` to read:
-    `most` times what it would last with the weights that they read and the context of one."""
-    weights_s = weights_read_s(step, 1.0, decoding)
+    `most` times what it would last for one of them alone."""
+    weights_s = weights_read_s(step, 1.0, 1.0)
     return most * (weights_s + read_s / max(decoding, 1.0) + step.fixed_s)
-
-
-@compiled
-def added_reads_s(step: Any, decoding: float) -> float:
-    """Seconds to read the experts that those that decode leave alone: a prompt touches all."""
-    return step.weights_s + step.experts_s - weights_read_s(step, 1.0, decoding)
 
 
 @compiled
@@ -135,11 +129,12 @@ def limited_tokens(
     longest_s = limit_s(step, most, decoding, read_s)
     token_s = step.token_s + step.comm_token_s
     attend_s = max(context_tokens * step.pair_s, read_s)
-    weights_s = step.weights_s + step.experts_s
-    # Shared weights are read anyway: GEMMs as long as that are granted whatever the limit says.
-    room_s = max(longest_s - step.fixed_s - attend_s - step.exposed * weights_s, step.weights_s)
-    worth_s = READS_WORTH * added_reads_s(step, decoding)
-    prompt_s = max(room_s - decoding * token_s, longest_s / 3, worth_s) * late
+    # A prompt's tokens touch all experts.
+    weights_s, own_s = step.weights_s + step.experts_s, weights_read_s(step, 1.0, decoding)
+    room_s = longest_s - step.fixed_s - attend_s - step.exposed * weights_s
+    # What they read anyway: GEMMs as long as that are granted whatever the limit says.
+    room_s = max(room_s, own_s) - decoding * token_s
+    prompt_s = max(room_s, longest_s / 3, READS_WORTH * (weights_s - own_s)) * late
     new = prompt_s / (token_s + behind_tokens * step.pair_s)
     tiles = max(round((decoding + new) / TILE_TOKENS), decoding // TILE_TOKENS + 1)
     return float(tiles * TILE_TOKENS)

@@ -363,10 +363,10 @@ def test_limit_grants_products_as_long_as_the_weight_reads():
 
 def test_limit_grants_products_worth_the_experts_that_they_read():
     # Four that decode leave 0.9^4 of the experts' 60 ms alone: 39.4 ms that the prompt adds, so
-    # 35.4 ms of products at the least, 354 tokens and 4, of 128 each 3; the limit is 38.1 ms.
+    # 35.4 ms of products at the least, 354 tokens and 4, of 128 each 3; the limit is 22 ms.
     mixture = replace(LIMITED, weights_s=3e-3, experts_s=60e-3, expert_idle=0.9)
     assert law.StepLimit(mixture, 1.1).tokens(4, 40_000, 0) == 384
-    # 300 that decode leave nothing alone: 1.1 x 64 ms less 1 fixed and their own 30: 394 and 300.
+    # 300 that decode leave nothing alone: 63 ms of reads less their own 30 of GEMMs: 330 and 300.
     assert law.StepLimit(mixture, 1.1).tokens(300, 0, 0) == 640
 
 

@@ -193,7 +193,6 @@ LONGER = {
 }  # fmt: skip
 DEARER = {
     ("a100_sxm/qwen3-30b-a3b/tp1", 8): 1.17, ("a100_sxm/qwen3-32b/tp2", 128): 1.25,
-    ("gb200/llama-3.1-70b/tp4", 128): 1.16,
 }  # fmt: skip
 
 
