@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kappa.cost import StepLimit
-from kappa_scheduler.work import PENDING, Bound, Iteration, Memory, Quote, Room, Rule, Work
+from kappa_scheduler.work import PENDING, Memory, Quote, Room, Rule, StepBound, StepState, Work
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +45,7 @@ class Batcher:
         self.memory, self.rule = memory, rule
         self.budget_tokens, self.max_running = budget_tokens, max_running
         self._limit = limit
-        self._bound: Callable[[Iteration], Bound] | None = getattr(rule, "bound", None)
+        self._bound: Callable[[StepState], StepBound] | None = getattr(rule, "bound", None)
         # Most tokens of one prompt in the step that is planned.
         self._prompt_tokens = budget_tokens
         self.running: dict[Work, None] = {}
@@ -173,7 +173,7 @@ class Batcher:
         """Tokens of an iteration: the budget, or fewer if decoding requests have no time for it."""
         if self._bound is not None:
             waiting = len(self.ready) + len(self.loading) + len(self.rule)
-            state = Iteration(self.budget_tokens, decoding, len(self.prefilling) + waiting)
+            state = StepState(self.budget_tokens, decoding, len(self.prefilling) + waiting)
             step_tokens, self._prompt_tokens = self._bound(state)
             return min(step_tokens, self.budget_tokens)
         if self._limit is None:

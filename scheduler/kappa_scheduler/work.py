@@ -112,7 +112,7 @@ class Room:
     prompt_tokens: int = _ANY  # most that one prompt may compute
 
 
-class Iteration(NamedTuple):
+class StepState(NamedTuple):
     """What a rule bounds a step by: its token budget, the requests that decode in it, and those
     with a prompt to compute, waiting and loading ones included."""
 
@@ -121,7 +121,7 @@ class Iteration(NamedTuple):
     prompts: int
 
 
-class Bound(NamedTuple):
+class StepBound(NamedTuple):
     """Most tokens of a step, those that decode included, and of one prompt in it."""
 
     step_tokens: int
@@ -146,7 +146,7 @@ class Rule(Protocol):
     `len()`: requests that wait, those that wait for another's load included.
     """
 
-    # A rule that bounds steps besides has a method `bound(Iteration) -> Bound`.
+    # A rule that bounds steps besides has a method `bound(StepState) -> StepBound`.
     name: str
     packs: bool  # it goes on past a request that does not fit; routers' forecasts use this
     # Time alone may let it admit what the iteration before could not.

@@ -219,32 +219,24 @@ _BUILT_IN: dict[str, tuple[tuple[str, int], ...]] = {
     "uniform": (("h100", 16),),
 }
 
-_SYSTEMS: dict[str, NodeSpec] = {
-    "a100_sxm": KINDS["a100"],
-    "h100_sxm": KINDS["h100"],
-    "h200_sxm": KINDS["h100"],
-    "gb200": replace(
-        KINDS["gh200"],
-        watts=1200.0,
-        profile=replace(KINDS["gh200"].profile, h2d_bytes_per_s=172e9, d2h_bytes_per_s=183e9),
-    ),
-    "l40s": replace(KINDS["a100"], watts=350.0),
+_GRACE = {"h2d_bytes_per_s": 172e9, "d2h_bytes_per_s": 183e9}
+# The hosts of the GPUs of silicon: as those of the kinds above, and a Grace whose two GPUs load at
+# once (169 to 175 GB/s each in, 182 to 184 out, Megatron-LM issue 6491).
+_HOSTS: dict[str, tuple[str, float, dict[str, float]]] = {
+    "gb200": ("gh200", 1200.0, _GRACE),
+    "h200_sxm": ("h100", 700.0, {}),
+    "h100_sxm": ("h100", 700.0, {}),
+    "a100_sxm": ("a100", 400.0, {}),
+    "l40s": ("a100", 350.0, {}),
 }
-"""The hosts of the GPUs of silicon: as those of the kinds above, and a Grace whose two GPUs load at
-once (169 to 175 GB/s each in, 182 to 184 out, Megatron-LM issue 6491)."""
 
 _LLAMA, _MIXTURE = "llama-3.1-8b/tp1", "qwen3-30b-a3b/tp1"
-_SILICON: dict[str, tuple[str, tuple[tuple[str, int], ...]]] = {
-    "mixed-silicon": (
-        _LLAMA,
-        (("gb200", 4), ("h200_sxm", 4), ("h100_sxm", 4), ("a100_sxm", 4), ("l40s", 4)),
-    ),
-    "small-silicon": (_LLAMA, (("gb200", 1), ("h100_sxm", 3))),
-    "uniform-silicon": (_LLAMA, (("h100_sxm", 16),)),
-    "mixture-silicon": (
-        _MIXTURE,
-        (("gb200", 2), ("h200_sxm", 2), ("h100_sxm", 2), ("a100_sxm", 2)),
-    ),
+_SILICON: dict[str, tuple[str, dict[str, int]]] = {
+    "mixed-silicon": (_LLAMA, dict.fromkeys(_HOSTS, 4)),
+    "small-silicon": (_LLAMA, {"gb200": 1, "h100_sxm": 3}),
+    "uniform-silicon": (_LLAMA, {"h100_sxm": 16}),
+    # Its weights do not fit an L40S.
+    "mixture-silicon": (_MIXTURE, dict.fromkeys(("gb200", "h200_sxm", "h100_sxm", "a100_sxm"), 2)),
 }
 """Clusters of real GPUs: whose tables their steps last by, and how many of each."""
 
@@ -296,11 +288,12 @@ def cluster_named(name_or_path: str) -> SimulatedCluster:
 def _of_silicon(name: str) -> SimulatedCluster:
     table, mix = _SILICON[name]
     nodes: list[NodeSpec] = []
-    for system, count in mix:
-        host, silicon = _SYSTEMS[system], f"{system}/{table}"
-        named = system.removesuffix("_sxm")
-        profile = replace(host.profile, **_figures(silicon), name=named)
-        nodes += numbered(replace(host, profile=profile, silicon=silicon), count)
+    for system, count in mix.items():
+        kind, watts, link = _HOSTS[system]
+        silicon, host = f"{system}/{table}", KINDS[kind]
+        figures = _figures(silicon) | link | {"name": system.removesuffix("_sxm")}
+        profile = replace(host.profile, **figures)
+        nodes += numbered(replace(host, profile=profile, watts=watts, silicon=silicon), count)
     return SimulatedCluster(name, tuple(nodes))
 
 

@@ -5,7 +5,7 @@ import pytest
 from kappa_benchmarks.baselines.scheduling.step_bounds import LongPrefill
 from kappa_scheduler.batching import Batcher
 from kappa_scheduler.catalogue import rule_named
-from kappa_scheduler.work import Iteration, Work
+from kappa_scheduler.work import StepState, Work
 from tests.scheduler.counted_blocks import Blocks
 
 
@@ -79,5 +79,5 @@ def test_long_prefill_admits_by_what_a_step_computes():
 
 
 def test_long_prefill_threshold_yields_to_a_small_budget():
-    assert LongPrefill().bound(Iteration(256, 3, 1)).prompt_tokens == 512
+    assert LongPrefill().bound(StepState(256, 3, 1)).prompt_tokens == 512
     assert shares(batcher("long_prefill", 900, budget=256), 3) == [253]

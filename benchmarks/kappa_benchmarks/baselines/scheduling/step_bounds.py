@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kappa_scheduler.fcfs import Fcfs
-from kappa_scheduler.work import Bound, Iteration
+from kappa_scheduler.work import StepBound, StepState
 
 _PRESSED_PROMPTS, _PRESSED_TOKENS = 2, 2048
 
@@ -20,9 +20,9 @@ class Budget512(Fcfs):
     name = "budget_512"
     tokens: ClassVar[int] = 512
 
-    def bound(self, state: Iteration) -> Bound:
+    def bound(self, state: StepState) -> StepBound:
         """The same in every step."""
-        return Bound(self.tokens, self.tokens)
+        return StepBound(self.tokens, self.tokens)
 
 
 class Budget2048(Budget512):
@@ -43,11 +43,11 @@ class PPas(Fcfs):
 
     name = "p_pas"
 
-    def bound(self, state: Iteration) -> Bound:
+    def bound(self, state: StepState) -> StepBound:
         """Fewer tokens of prompts under pressure."""
         if state.decoding and state.prompts >= _PRESSED_PROMPTS:
-            return Bound(state.decoding + _PRESSED_TOKENS, _PRESSED_TOKENS)
-        return Bound(state.budget_tokens, state.budget_tokens)
+            return StepBound(state.decoding + _PRESSED_TOKENS, _PRESSED_TOKENS)
+        return StepBound(state.budget_tokens, state.budget_tokens)
 
 
 class LongPrefill(Fcfs):
@@ -62,10 +62,10 @@ class LongPrefill(Fcfs):
     name = "long_prefill"
     threshold_tokens: ClassVar[int] = 512
 
-    def bound(self, state: Iteration) -> Bound:
+    def bound(self, state: StepState) -> StepBound:
         """A share of the budget for each prompt."""
         requests = state.decoding + state.prompts
         most = state.budget_tokens
         if requests > 1:
             most = max(self.threshold_tokens, state.budget_tokens // requests)
-        return Bound(state.budget_tokens, most)
+        return StepBound(state.budget_tokens, most)
