@@ -220,8 +220,8 @@ _BUILT_IN: dict[str, tuple[tuple[str, int], ...]] = {
 }
 
 _GRACE = {"h2d_bytes_per_s": 172e9, "d2h_bytes_per_s": 183e9}
-# The hosts of the GPUs of silicon: as those of the kinds above, and a Grace whose two GPUs load at
-# once (169 to 175 GB/s each in, 182 to 184 out, Megatron-LM issue 6491).
+# The host of each system's GPUs: that of a kind above, with its watts; a Grace has two GPUs, taken
+# to load at once (169 to 175 GB/s each in, 182 to 184 out, Megatron-LM issue 6491).
 _HOSTS: dict[str, tuple[str, float, dict[str, float]]] = {
     "gb200": ("gh200", 1200.0, _GRACE),
     "h200_sxm": ("h100", 700.0, {}),
@@ -238,7 +238,7 @@ _SILICON: dict[str, tuple[str, dict[str, int]]] = {
     # Its weights do not fit an L40S.
     "mixture-silicon": (_MIXTURE, dict.fromkeys(("gb200", "h200_sxm", "h100_sxm", "a100_sxm"), 2)),
 }
-"""Clusters of real GPUs: whose tables their steps last by, and how many of each."""
+"""Clusters of real GPUs: the model of their tables, and nodes by system."""
 
 MODEL = "llama-3.1-8b"
 """What clusters without a table serve, unless another model is named."""
@@ -304,7 +304,7 @@ def _figures(table: str) -> dict[str, Any]:
 
 
 def model_served(cluster: SimulatedCluster) -> str:
-    """The model whose tables the nodes last by; `MODEL` where no node has one."""
+    """The model of the nodes' tables; `MODEL` where no node has one."""
     tables = [node.silicon for node in cluster.nodes if node.silicon]
     return tables[0].split("/")[1] if tables else MODEL
 
