@@ -28,8 +28,8 @@ N = TypeVar("N", float, NDArray[np.float64])
 
 TILE_TOKENS = 128
 """GEMMs compute whole tiles of tokens."""
-LEAST_OF_FIXED = 4.0
-"""Prompts get at least this multiple of a step's fixed cost, or that would be most of the step."""
+READS_WORTH = 0.9
+"""Products of a prompt in a step last at least this multiple of the experts' reads that it adds."""
 FACTORS = 14
 """How many sizes of a step, 1, 2, 4, ... tokens, have a factor of their own."""
 
@@ -125,15 +125,16 @@ def limited_tokens(
     """
     if decoding <= 0 or most <= 0 or step.token_s <= 0:
         return math.inf
-    read_s, fixed_s = context_tokens * step.context_token_s, step.fixed_s
+    read_s = context_tokens * step.context_token_s
     longest_s = limit_s(step, most, decoding, read_s)
     token_s = step.token_s + step.comm_token_s
     attend_s = max(context_tokens * step.pair_s, read_s)
     # A prompt's tokens touch all experts.
-    weights_s = step.weights_s + step.experts_s
-    # The weights are read anyway: GEMMs as long as that are granted whatever the limit says.
-    room_s = max(longest_s - fixed_s - attend_s - step.exposed * weights_s, weights_s)
-    prompt_s = max(room_s - decoding * token_s, longest_s / 3, LEAST_OF_FIXED * fixed_s) * late
+    weights_s, own_s = step.weights_s + step.experts_s, weights_read_s(step, 1.0, decoding)
+    room_s = longest_s - step.fixed_s - attend_s - step.exposed * weights_s
+    # What they read anyway: GEMMs as long as that are granted whatever the limit says.
+    room_s = max(room_s, own_s) - decoding * token_s
+    prompt_s = max(room_s, longest_s / 3, READS_WORTH * (weights_s - own_s)) * late
     new = prompt_s / (token_s + behind_tokens * step.pair_s)
     tiles = max(round((decoding + new) / TILE_TOKENS), decoding // TILE_TOKENS + 1)
     return float(tiles * TILE_TOKENS)

@@ -8,11 +8,11 @@ loading, ready or running here; waiting ones belong to the rule.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kappa.cost import StepLimit
-from kappa_scheduler.work import PENDING, Memory, Quote, Room, Rule, Work
+from kappa_scheduler.work import PENDING, Memory, Quote, Room, Rule, StepBound, StepState, Work
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +45,9 @@ class Batcher:
         self.memory, self.rule = memory, rule
         self.budget_tokens, self.max_running = budget_tokens, max_running
         self._limit = limit
+        self._bound: Callable[[StepState], StepBound] | None = getattr(rule, "bound", None)
+        # Most tokens of one prompt in the step that is planned.
+        self._prompt_tokens = budget_tokens
         self.running: dict[Work, None] = {}
         self.prefilling: list[Work] = []
         self.ready: deque[Work] = deque()
@@ -168,6 +171,11 @@ class Batcher:
 
     def _most_tokens(self, now_s: float, decoding: int, context_tokens: float) -> int:
         """Tokens of an iteration: the budget, or fewer if decoding requests have no time for it."""
+        if self._bound is not None:
+            waiting = len(self.ready) + len(self.loading) + len(self.rule)
+            state = StepState(self.budget_tokens, decoding, len(self.prefilling) + waiting)
+            step_tokens, self._prompt_tokens = self._bound(state)
+            return min(step_tokens, self.budget_tokens)
         if self._limit is None:
             return self.budget_tokens
         head = self.prefilling[0] if self.prefilling else self.ready[0] if self.ready else None
@@ -201,7 +209,7 @@ class Batcher:
 
     def _chunk(self, step: Step, work: Work, budget: int) -> int:
         context = work.computed_tokens
-        tokens = min(work.total_tokens - context, budget)
+        tokens = min(work.total_tokens - context, budget, self._prompt_tokens)
         step.chunks.append((work, tokens, context))
         work.computed_tokens = context + tokens
         if work.computed_tokens == work.total_tokens:
@@ -212,6 +220,7 @@ class Batcher:
         room = self._room
         running = len(self.running)
         room.budget_tokens, room.slots = budget, self.max_running - running
+        room.prompt_tokens = self._prompt_tokens
         room.running = running + len(self.loading) + len(self.ready)
         plan = self.rule.plan(room, now_s)
         self.passed = plan.passed

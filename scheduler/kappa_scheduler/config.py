@@ -49,7 +49,7 @@ class FairConfig:
     # those with nothing.
     headroom: float = 1 / 16
     class_s: float = 10.0  # head start of a class of priority on the next
-    step_factor: float = 2.5  # of `kappa.cost.StepLimit`; 0: no bound
+    step_factor: float = 3.0  # of `kappa.cost.StepLimit`; 0: no bound
 
     def __post_init__(self) -> None:
         waits = "max_skips", "due_after_s", "slack_s", "credit", "class_s"

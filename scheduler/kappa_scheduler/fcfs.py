@@ -91,7 +91,7 @@ class Fcfs:
             self.max_wait_s = max(self.max_wait_s, now_s - work.arrival_s)
             if not taken.host_tokens:
                 slots -= 1
-                budget -= work.total_tokens - taken.device_tokens
+                budget -= min(work.total_tokens - taken.device_tokens, room.prompt_tokens)
 
     def returned(self, work: Work, now_s: float) -> None:
         self._waiting.appendleft(work)

@@ -98,6 +98,9 @@ class Memory(Protocol):
         """Reserve a quote's blocks; returns what was taken, None if it does not fit after all."""
 
 
+_ANY = 1 << 60
+
+
 @dataclass(slots=True)
 class Room:
     """The resources left for the coming iteration."""
@@ -106,6 +109,23 @@ class Room:
     budget_tokens: int  # left by the running requests
     slots: int  # requests that may still be added to the running ones
     running: int  # requests that hold blocks, loading ones included
+    prompt_tokens: int = _ANY  # most that one prompt may compute
+
+
+class StepState(NamedTuple):
+    """What a rule bounds a step by: its token budget, the requests that decode in it, and those
+    with a prompt to compute, waiting and loading ones included."""
+
+    budget_tokens: int
+    decoding: int
+    prompts: int
+
+
+class StepBound(NamedTuple):
+    """Most tokens of a step, those that decode included, and of one prompt in it."""
+
+    step_tokens: int
+    prompt_tokens: int
 
 
 @dataclass(slots=True)
@@ -126,6 +146,7 @@ class Rule(Protocol):
     `len()`: requests that wait, those that wait for another's load included.
     """
 
+    # A rule that bounds steps besides has a method `bound(StepState) -> StepBound`.
     name: str
     packs: bool  # it goes on past a request that does not fit; routers' forecasts use this
     # Time alone may let it admit what the iteration before could not.

@@ -220,6 +220,30 @@ _BUILT_IN: dict[str, tuple[tuple[str, int], ...]] = {
     "uniform": (("h100", 16),),
 }
 
+_GRACE = {"h2d_bytes_per_s": 172e9, "d2h_bytes_per_s": 183e9}
+# The host of each system's GPUs: that of a kind above, with its watts; a Grace has two GPUs, taken
+# to load at once (169 to 175 GB/s each in, 182 to 184 out, Megatron-LM issue 6491).
+_HOSTS: dict[str, tuple[str, float, dict[str, float]]] = {
+    "gb200": ("gh200", 1200.0, _GRACE),
+    "h200_sxm": ("h100", 700.0, {}),
+    "h100_sxm": ("h100", 700.0, {}),
+    "a100_sxm": ("a100", 400.0, {}),
+    "l40s": ("a100", 350.0, {}),
+}
+
+_LLAMA, _MIXTURE = "llama-3.1-8b/tp1", "qwen3-30b-a3b/tp1"
+_SILICON: dict[str, tuple[str, dict[str, int]]] = {
+    "mixed-silicon": (_LLAMA, dict.fromkeys(_HOSTS, 4)),
+    "small-silicon": (_LLAMA, {"gb200": 1, "h100_sxm": 3}),
+    "uniform-silicon": (_LLAMA, {"h100_sxm": 16}),
+    # Its weights do not fit an L40S.
+    "mixture-silicon": (_MIXTURE, dict.fromkeys(("gb200", "h200_sxm", "h100_sxm", "a100_sxm"), 2)),
+}
+"""Clusters of real GPUs: the model of their tables, and nodes by system."""
+
+MODEL = "llama-3.1-8b"
+"""What clusters without a table serve, unless another model is named."""
+
 
 def numbered(spec: NodeSpec, count: int, first: int = 0) -> list[NodeSpec]:
     """`count` nodes like `spec`, named `h100-0`, `h100-1` and so on."""
@@ -252,11 +276,38 @@ def cluster_named(name_or_path: str) -> SimulatedCluster:
     if mix is not None:
         nodes = [node for kind, count in mix for node in numbered(KINDS[kind], count)]
         return SimulatedCluster(name_or_path.lower(), tuple(nodes))
+    if name_or_path.lower() in _SILICON:
+        return _of_silicon(name_or_path.lower())
     path = Path(name_or_path)
     if path.suffix in (".yaml", ".yml", ".json") or path.is_file():
         return _read(path)
     remedy = "or give the path of a YAML or JSON file"
-    raise ClusterError(str(unknown_name("cluster", name_or_path, _BUILT_IN, remedy)))
+    names = (*_BUILT_IN, *_SILICON)
+    raise ClusterError(str(unknown_name("cluster", name_or_path, names, remedy)))
+
+
+def _of_silicon(name: str) -> SimulatedCluster:
+    table, mix = _SILICON[name]
+    nodes: list[NodeSpec] = []
+    for system, count in mix.items():
+        kind, watts, link = _HOSTS[system]
+        silicon, host = f"{system}/{table}", KINDS[kind]
+        figures = _figures(silicon) | link | {"name": system.removesuffix("_sxm")}
+        profile = replace(host.profile, **figures)
+        nodes += numbered(replace(host, profile=profile, watts=watts, silicon=silicon), count)
+    return SimulatedCluster(name, tuple(nodes))
+
+
+def _figures(table: str) -> dict[str, Any]:
+    """What a node has of a table's GPUs; the router starts from their law."""
+    gpus = silicon_node(table)
+    return {name: getattr(gpus, name) for name in SILICON_FIGURES}
+
+
+def model_served(cluster: SimulatedCluster) -> str:
+    """The model of the nodes' tables; `MODEL` where no node has one."""
+    tables = [node.silicon for node in cluster.nodes if node.silicon]
+    return tables[0].split("/")[1] if tables else MODEL
 
 
 def _read(path: Path) -> SimulatedCluster:
@@ -327,9 +378,7 @@ def _parse(data: object, where: str) -> tuple[NodeSpec, int]:
     own = {key: getattr(row, key) for key in _OWN_KEYS if getattr(row, key) is not None}
     try:
         if row.silicon:
-            # Its law, which the router starts from, is that of the table's GPUs.
-            gpus = silicon_node(row.silicon)
-            start |= {name: getattr(gpus, name) for name in SILICON_FIGURES}
+            start |= _figures(row.silicon)
         made = NodeProfile.from_dict({**start, **profile})
         spec = NodeSpec(made, **own) if base is None else replace(base, profile=made, **own)
     except (TypeError, ValueError) as error:

@@ -452,9 +452,15 @@ def test_limit_grants_products_as_long_as_the_weight_reads():
     # them. The weights' 30 ms less 0.4 of those that decode: 296 tokens and 4, of 128 each 2.
     limit = law.StepLimit(replace(LIMITED, weights_s=30e-3), 1.1)
     assert limit.tokens(4, 40_000, 0) == 256
-    # All of a mixture's experts are read, too: 296 more.
-    limit = law.StepLimit(replace(LIMITED, weights_s=30e-3, experts_s=30e-3, expert_idle=0.9), 1.1)
-    assert limit.tokens(4, 40_000, 0) == 640
+
+
+def test_limit_grants_products_worth_the_experts_that_they_read():
+    # Four that decode leave 0.9^4 of the experts' 60 ms alone: 39.4 ms that the prompt adds, so
+    # 35.4 ms of products at the least, 354 tokens and 4, of 128 each 3; the limit is 22 ms.
+    mixture = replace(LIMITED, weights_s=3e-3, experts_s=60e-3, expert_idle=0.9)
+    assert law.StepLimit(mixture, 1.1).tokens(4, 40_000, 0) == 384
+    # 300 that decode leave nothing alone: 63 ms of reads less their own 30 of GEMMs: 330 and 300.
+    assert law.StepLimit(mixture, 1.1).tokens(300, 0, 0) == 640
 
 
 def test_lateness_is_waiting_over_250_ms_or_2_5_own_durations():

@@ -99,6 +99,9 @@ def test_factor_lies_between_those_of_the_powers_of_two(of, tokens, logarithm):
 def test_limit_s_is_a_multiple_of_a_step_of_one_that_decodes(of, step):
     # 2.5 x (0.5 to read the weights + 0.8 / 4 its own context + 0.2).
     assert of("limit_s")(step, 2.5, 4.0, 0.8) == pytest.approx(2.25)
+    # Of experts of 0.8 s it touches half.
+    mixture = made(of, experts_s=0.8, expert_idle=0.5)
+    assert of("limit_s")(mixture, 2.5, 4.0, 0.8) == pytest.approx(2.25 + 2.5 * 0.4)
 
 
 @pytest.mark.parametrize("late, tiles", [(1.0, 1), (2.0, 2)])

@@ -327,9 +327,12 @@ def test_token_comes_no_later_than_the_bound_on_steps_allows():
     # One alone: 5 + 3 + 2 ms.
     assert bounded_s() == pytest.approx(0.025)
     assert bounded_s(step_factor=0.0) == math.inf
-    # A tile of 128 tokens of 1 ms each; five times a fixed cost of 20 ms.
+    # A tile of 128 tokens of 1 ms each.
     assert bounded_s(token_s=1e-3) == pytest.approx(0.130)
-    assert bounded_s(fixed_s=0.02) == pytest.approx(0.100)
+    # Of experts of 100 ms the four leave 65.6 to a prompt, with 0.9 of that in products beside
+    # the 5 + 100 + 2 ms that such a step takes.
+    mixture = {"experts_s": 0.1, "expert_idle": 0.9}
+    assert bounded_s(**mixture) == pytest.approx(0.107 + 0.9 * 0.0656, abs=1e-4)
 
 
 def test_bounded_steps_let_prompts_hold_no_request_up():

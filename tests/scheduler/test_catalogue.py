@@ -15,7 +15,7 @@ def test_every_name_gives_a_fresh_rule_of_that_name(name):
 
 
 def test_an_unknown_name_is_refused_with_those_there_are():
-    known = "fair, fcfs, cap1, dlpm, equinox, greedy"
+    known = "fair, fcfs, budget_2048, budget_512, cap1, dlpm, equinox, greedy"
     with pytest.raises(ValueError, match=f"'lifo': choose one of {known}"):
         rule_named("lifo")
 

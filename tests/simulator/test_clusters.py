@@ -18,6 +18,7 @@ from kappa_simulator.clusters import (
     check,
     cluster_named,
     kv_room,
+    model_served,
     node_model,
     numbered,
     scaled,
@@ -131,6 +132,32 @@ def test_loads_take_what_copies_of_a_layers_block_reach(shape):
     assert model.load_block_s == pytest.approx(32 * 1.31258e-6, rel=1e-4)
     assert model.link_rates.load_s(32) == pytest.approx(13e-3 + 64 * 1.31258e-6, rel=1e-4)
     assert load_s(shape, spec.profile, 32) == pytest.approx(model.link_rates.load_s(32))
+
+
+@pytest.mark.parametrize("name, gpus, model", [
+    ("small-silicon", {"GB200-186GB": 1, "H100-SXM5-80GB": 3}, "llama-3.1-8b"),
+    ("mixed-silicon", {
+        "GB200-186GB": 4, "H200-SXM-141GB": 4, "H100-SXM5-80GB": 4, "A100-SXM4-80GB": 4,
+        "L40S-48GB": 4,
+    }, "llama-3.1-8b"),
+    ("uniform-silicon", {"H100-SXM5-80GB": 16}, "llama-3.1-8b"),
+    ("mixture-silicon", {
+        "GB200-186GB": 2, "H200-SXM-141GB": 2, "H100-SXM5-80GB": 2, "A100-SXM4-80GB": 2,
+    }, "qwen3-30b-a3b"),
+])  # fmt: skip
+def test_clusters_of_silicon_serve_the_model_of_their_tables(name, gpus, model):
+    cluster = cluster_named(name)
+    assert kinds(cluster) == gpus and model_served(cluster) == model
+    check(cluster, model_shape(model), 16)
+    for node in cluster.nodes:
+        made = node_model(node, model_shape(model), 16)
+        assert made.step == replace(silicon_table(node.silicon).law, fixed_s=2e-3)
+    links = {node.profile.gpu: node.profile.h2d_bytes_per_s for node in cluster.nodes}
+    assert links["H100-SXM5-80GB"] == 55e9 and links.get("GB200-186GB", 172e9) == 172e9
+
+
+def test_cluster_without_tables_serves_the_usual_model():
+    assert model_served(cluster_named("mixed")) == "llama-3.1-8b"
 
 
 def test_a_missing_file_and_an_unknown_name_are_refused():

@@ -260,7 +260,7 @@ def test_load_is_a_fraction_of_the_bound(config):
         ({"rate_rps": 0.0}, "rate_rps is 0.0"),
         ({"rate_rps": float("nan")}, "rate_rps is nan"),
         ({"requests": 0}, "requests is 0"),
-        ({"scheduler": "lifo"}, "fair, fcfs, cap1"),
+        ({"scheduler": "lifo"}, "fair, fcfs, .*cap1"),
         ({"policy": "magic"}, "magic"),
     ],
 )

@@ -81,7 +81,8 @@ def capacity(
         list[str], typer.Option(help="A built-in workload or a trace file; repeat for several.")
     ],
     cluster: Annotated[
-        list[str] | None, typer.Option(help="mixed, small, uniform, or a file; repeat for several.")
+        list[str] | None,
+        typer.Option(help="mixed, small, uniform, these with -silicon, or a file; repeatable."),
     ] = None,
     policies: Annotated[
         str | None, typer.Option(help="As of `kappa bench routing`. Default: all of them.")
@@ -184,27 +185,29 @@ def _rate(rows: Sequence[Row]) -> float | None:
 
 def against(rows: Sequence[Row]) -> list[Row]:
     """Our capacity over that of the best policy that is not ours, each with the same nodes, and our
-    policy and rule over the best of the others with the nodes as they come; the worst first."""
+    policy and rule over the best of the others with the best other rule; the worst first."""
     places: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         places.setdefault((row["trace"], row["cluster"]), {})[row["policy"]] = row
     found = []
     for place, named in places.items():
         rules = sorted({grid.parted(name)[1] for name in named})
-        for ours, theirs in {*zip(rules, rules, strict=True), *((rule, "") for rule in rules)}:
-            if (one := _against(place, named, ours, theirs)) is not None:
-                found.append(one)
+        for ours in rules:
+            others = [rule for rule in rules if rule != ours]
+            for theirs in ([ours], others if ours else []):
+                if (one := _against(place, named, ours, theirs)) is not None:
+                    found.append(one)
     return sorted(found, key=lambda one: one["ratio"])
 
 
 def _against(
-    place: tuple[str, str], named: Mapping[str, Row], ours: str, theirs: str
+    place: tuple[str, str], named: Mapping[str, Row], ours: str, theirs: Sequence[str]
 ) -> Row | None:
-    """Our policy on nodes with the one rule, the others on nodes with the other."""
+    """Our policy on nodes with the one rule, the others on nodes with any of their rules."""
     peers = [
         row
         for name, row in named.items()
-        if (parts := grid.parted(name))[0] not in (*grid.OURS, FETCHING) and parts[1] == theirs
+        if (parts := grid.parted(name))[0] not in (*grid.OURS, FETCHING) and parts[1] in theirs
     ]
     us = named.get(f"{US}@{ours}" if ours else US)
     if us is None or not peers:

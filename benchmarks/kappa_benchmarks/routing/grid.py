@@ -23,13 +23,14 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from kappa.model import ModelShape
 from kappa.shapes import model_shape
 from kappa_benchmarks.baselines.routing.catalogue import BASELINES
 from kappa_benchmarks.harness import append_line, note, read_lines
 from kappa_router.policy import policy_named
 from kappa_scheduler.catalogue import rule_named
 from kappa_simulator.capacity import capacity_rps
-from kappa_simulator.clusters import cluster_named
+from kappa_simulator.clusters import cluster_named, model_served
 from kappa_simulator.faults import RESOURCES, Faults, drawn_failures, misprofiled_third
 from kappa_simulator.run import SimulationConfig, simulate, traffic_of
 from kappa_simulator.traffic import Traffic
@@ -97,7 +98,8 @@ class Settings:
     """Settings that all runs of a grid share."""
 
     requests: int = 25_000
-    model: str = "llama-3.1-8b"
+    # Empty: that of the cluster's tables (`model_served`).
+    model: str = ""
     scheduler: str = "fcfs"
 
 
@@ -168,7 +170,6 @@ def check(cells: Iterable[Cell], policies: Sequence[str], settings: Settings) ->
     Raises:
         ValueError: no policy; an unknown policy, cluster, trace or model, or a figure out of range.
     """
-    shape = model_shape(settings.model)
     if not policies:
         raise ValueError(f"--policies names none: give some of {', '.join(default_policies())}")
     for policy in policies:
@@ -179,8 +180,9 @@ def check(cells: Iterable[Cell], policies: Sequence[str], settings: Settings) ->
         raise ValueError(f"a policy is named twice in {', '.join(policies)}")
     for cell in {(cell.cluster, cell.trace): cell for cell in cells}.values():
         SimulationConfig(
-            cluster=cluster_named(cell.cluster), workload=_workload(cell.trace), shape=shape,
-            scheduler=settings.scheduler, load=cell.load, requests=settings.requests,
+            cluster=cluster_named(cell.cluster), workload=_workload(cell.trace),
+            shape=_shape(cell.cluster, settings.model), scheduler=settings.scheduler,
+            load=cell.load, requests=settings.requests,
         )  # fmt: skip
 
 
@@ -286,14 +288,19 @@ def _workload(trace: str) -> Workload:
 
 @lru_cache(maxsize=64)
 def _capacity_rps(cluster: str, trace: str, model: str) -> float:
-    return capacity_rps(_workload(trace), cluster_named(cluster).nodes, model_shape(model))
+    return capacity_rps(_workload(trace), cluster_named(cluster).nodes, _shape(cluster, model))
+
+
+@lru_cache(maxsize=64)
+def _shape(cluster: str, model: str) -> ModelShape:
+    return model_shape(model or model_served(cluster_named(cluster)))
 
 
 @lru_cache(maxsize=1)
 def traffic_in(cell: Cell, seed: int, settings: Settings) -> tuple[Traffic, SimulationConfig]:
     config = SimulationConfig(
         cluster=cluster_named(cell.cluster), workload=_workload(cell.trace),
-        shape=model_shape(settings.model), scheduler=settings.scheduler, load=cell.load,
+        shape=_shape(cell.cluster, settings.model), scheduler=settings.scheduler, load=cell.load,
         capacity_rps=_capacity_rps(cell.cluster, cell.trace, settings.model),
         requests=settings.requests, seed=seed, warm=cell.warm,
     )  # fmt: skip

@@ -27,12 +27,11 @@ from kappa_benchmarks.harness import (
 from kappa_deploy.commands.console import Patience, RefusedClients
 from kappa_router.policy import policy_named
 from kappa_scheduler.catalogue import FAIR
-from kappa_simulator.clusters import cluster_named
+from kappa_simulator.clusters import cluster_named, model_served
 from kappa_simulator.run import SimulationConfig, capacity_of, simulate
 from kappa_simulator.traffic import Clients, Retry
 from kappa_workload.catalogue import workload_named
 
-MODEL = "llama-3.1-8b"
 _MOST_LOAD = 1000.0
 _SHOWN: dict[str, Column] = {
     "admission": lambda row: "on" if row["admission"] else "off", "load": "load:g",
@@ -43,7 +42,9 @@ _SHOWN: dict[str, Column] = {
 
 def overload(
     trace: Annotated[str, typer.Option(help="A built-in workload or a trace file.")] = "azure",
-    cluster: Annotated[str, typer.Option(help="mixed, small, uniform, or a file.")] = "small",
+    cluster: Annotated[
+        str, typer.Option(help="mixed, small, uniform, these with -silicon, or a file.")
+    ] = "small",
     policy: Annotated[str, typer.Option(help="Routing policy.")] = "priced",
     loads: Annotated[
         str, typer.Option(help="Fractions of the capacity bound, with commas.")
@@ -58,10 +59,11 @@ def overload(
     with usage_errors():
         chosen = numbers(loads, "--loads", _MOST_LOAD)
         policy_named(policy, seed=seed)
+        where = cluster_named(cluster)
         config = SimulationConfig(
-            cluster=cluster_named(cluster), workload=workload_named(trace),
-            shape=model_shape(MODEL), policy=policy, load=chosen[0], seed=seed, scheduler=FAIR,
-            clients=Clients(cast(Retry, retry), patience),
+            cluster=where, workload=workload_named(trace),
+            shape=model_shape(model_served(where)), policy=policy, load=chosen[0], seed=seed,
+            scheduler=FAIR, clients=Clients(cast(Retry, retry), patience),
         )  # fmt: skip
     rows = measure(config, chosen, seconds)
     facts = result(

@@ -60,7 +60,10 @@ def routing(
     admission: Annotated[
         bool, typer.Option(help="Also cells where requests that would be late are rejected.")
     ] = False,
-    model: Annotated[str, typer.Option(help="Model that the nodes serve.")] = "llama-3.1-8b",
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model that the nodes serve. Default: their tables', or llama-3.1-8b."),
+    ] = None,
     scheduler: Annotated[str, typer.Option(help="Scheduler of the nodes.")] = "fcfs",
     jobs: grid.Jobs = None,
     only_report: Annotated[
@@ -78,7 +81,7 @@ def routing(
                 rows = grid.reported_rows(out)
             else:
                 cells = [grid.Cell(*point, *kind) for point, kind in product(points, kinds)]
-                settings = grid.Settings(requests, model, scheduler)
+                settings = grid.Settings(requests, model or "", scheduler)
                 grid.check(cells, names, settings)
                 made = grid.Grid(out, settings, jobs or os.cpu_count() or 1, grid.show_progress)
                 rows = made.run(cells, names, seeds)

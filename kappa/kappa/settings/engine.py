@@ -77,7 +77,7 @@ class SchedulerSettings(Section):
     credit: Finite = Field(0.1, ge=0, description="service that a second of waiting is worth")
     class_s: Finite = Field(10.0, ge=0, description="head start of a priority class on the next")
     step_factor: Finite = Field(
-        2.5,
+        3.0,
         ge=0,
         le=100,
         description="longest step, as a multiple of one request's decoding step; 0: no bound",

@@ -112,6 +112,24 @@ def test_our_rule_is_compared_on_like_nodes_and_on_stock_ones():
     }
 
 
+def test_our_rule_is_compared_with_the_best_other_rule():
+    rates = {
+        "priced": 9.0, "llm_d": 10.0, "priced@fair": 14.0, "priced@p_pas": 20.0,
+        "llm_d@budget_512": 16.0, "lmetric@p_pas": 15.0,
+    }  # fmt: skip
+    rows = [
+        {"trace": "a", "cluster": "small", "policy": policy, "capacity_rps": rps}
+        for policy, rps in rates.items()
+    ]
+    found = {(one["policy"], one["peer"]): one["ratio"] for one in capacity.against(rows)}
+    assert found == {
+        ("priced", "llm_d"): pytest.approx(0.9),
+        ("priced@fair", "llm_d@budget_512"): pytest.approx(14 / 16),
+        ("priced@p_pas", "lmetric@p_pas"): pytest.approx(20 / 15),
+        ("priced@p_pas", "llm_d@budget_512"): pytest.approx(20 / 16),
+    }
+
+
 def share_in_time(use, services=4):
     """P(wait <= `services` services) in a queue with Poisson arrivals and equal service times
     (Erlang 1909), of `use` in service times a unit of time."""

@@ -747,6 +747,7 @@ def test_charges_and_fills_reach_the_stats_channel(engine):
         ({"config": {"window": 0}}, "fcfs", "window is 0: give a finite number above zero"),
         ({"config": {"windows": 1}}, "fcfs", "windows"),
         ({"link": {"token_s": -1.0}}, "fcfs", "token_s is -1"),
+        ({"rule": "p_pas"}, "fcfs", "'p_pas' bounds steps of simulated engines alone"),
         (None, "priority", r"scheduling_policy is 'priority'.*leave it at 'fcfs'"),
     ],
 )

@@ -77,7 +77,11 @@ class SchedulerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"the engine's scheduling_policy is {policy!r}, which would undo the rule's order: "
                 "leave it at 'fcfs' and choose the rule 'priority' instead"
             )
-        options.make_rule()
+        if hasattr(options.make_rule(), "bound"):
+            raise ValueError(
+                f"the rule {options.rule!r} bounds steps of simulated engines alone: leave it out "
+                "and give vLLM its own options (max_num_batched_tokens, ...)"
+            )
         return options
 
     def for_rank(self, rank: int) -> SchedulerOptions:
