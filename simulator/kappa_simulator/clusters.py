@@ -21,7 +21,7 @@ from kappa.checks import unknown_name
 from kappa.cost import StepModel, batch_work, step_model
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
-from kappa.silicon import SILICON_FIGURES, SiliconTable, silicon_node, silicon_table
+from kappa.silicon import SiliconTable, silicon_figures, silicon_of
 from kappa_scheduler.config import FairConfig, LinkRates
 from kappa_simulator.decode import DecodeRun, TableRun, factor_of
 
@@ -49,8 +49,6 @@ class NodeSpec:
     disk_bytes: float = 0.0
     # As `engine.load` in a cluster file.
     load: Loading = "ahead"
-    # A table of real GPUs by name (`kappa.silicon`), which its steps last by; none: by the law.
-    silicon: str = ""
 
     @property
     def name(self) -> str:
@@ -128,7 +126,7 @@ class NodeModel:
     disk_block_s: float = 0.0
     # The share of the shorter of a lone request's load and prompt that hides behind the longer.
     overlap: float = 0.0
-    # What its steps last by instead of the law, but for `step.fixed_s`.
+    # What its steps last by instead of the law.
     table: SiliconTable | None = None
 
     def step_s(
@@ -137,14 +135,14 @@ class NodeModel:
         """Seconds of one step over [(new tokens, context tokens before them)] and requests that
         decode with so much context between them."""
         if self.table is not None:
-            return self.table.step_s(chunks, requests, context_tokens) + self.step.fixed_s
+            return self.table.step_s(chunks, requests, context_tokens)
         work = batch_work(chunks, requests, context_tokens)
         return self.step.work_s(work) * factor_of(self.factors, work.tokens)
 
     def run(self, requests: int, context_tokens: int) -> DecodeRun | TableRun:
         """Steps in which so many requests decode together."""
         if self.table is not None:
-            return TableRun(self.table, requests, context_tokens, self.step.fixed_s)
+            return TableRun(self.table, requests, context_tokens)
         return DecodeRun(self.step, requests, context_tokens, self.factors)
 
     @property
@@ -159,13 +157,12 @@ def node_model(spec: NodeSpec, shape: ModelShape, block_tokens: int) -> NodeMode
     Raises:
         ClusterError: the model does not fit, or the node's table is of another.
     """
-    table = silicon_table(spec.silicon) if spec.silicon else None
-    if table is not None and spec.silicon.split("/")[1] != shape.name:
-        raise ClusterError(
-            f"node {spec.name}: {spec.silicon} is a table of another model than {shape.name}: "
-            "name one of its own"
-        )
-    profile, room = spec.profile, kv_room(spec, shape, block_tokens)
+    profile, room, table = spec.profile, kv_room(spec, shape, block_tokens), None
+    if profile.silicon:
+        try:
+            table = silicon_of(shape, profile.silicon).on(profile)
+        except ValueError as error:
+            raise ClusterError(f"node {spec.name}: {error}") from None
     block_bytes = kv_bytes_per_token(shape) * block_tokens
     return NodeModel(
         step=step_model(shape, profile),
@@ -297,7 +294,7 @@ class _ClusterRow(BaseModel):
     silicon: str | None = None
 
 
-_OWN_KEYS = ("host_bytes", "disk_bytes", "watts", "network_bytes_per_s", "load", "silicon")
+_OWN_KEYS = ("host_bytes", "disk_bytes", "watts", "network_bytes_per_s", "load")
 _KEYS = {*_OWN_KEYS, *(f.name for f in fields(NodeProfile))}
 
 
@@ -325,10 +322,7 @@ def _parse(data: object, where: str) -> tuple[NodeSpec, int]:
     start = {"name": "", "gpu": "", "link_name": ""} if base is None else base.profile.to_dict()
     own = {key: getattr(row, key) for key in _OWN_KEYS if getattr(row, key) is not None}
     try:
-        if row.silicon:
-            # Its law, which the router starts from, is that of the table's GPUs.
-            gpus = silicon_node(row.silicon)
-            start |= {name: getattr(gpus, name) for name in SILICON_FIGURES}
+        start |= silicon_figures(row.silicon) if row.silicon else {}
         made = NodeProfile.from_dict({**start, **profile})
         spec = NodeSpec(made, **own) if base is None else replace(base, profile=made, **own)
     except (TypeError, ValueError) as error:

@@ -1,6 +1,7 @@
 """`kappa simulate` from the outside: one object, the same each time; bad input exits with 2."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -33,6 +34,17 @@ def test_for_people_it_prints_tables():
                   "--misprofile", "both", "--admission")  # fmt: skip
     assert done.exit_code == 0, done.stderr
     assert "TTFT" in done.stdout and "gh200-0" in done.stdout and "goodput" in done.stdout
+
+
+def test_parts_of_steps_beyond_a_table_are_named(tmp_path, monkeypatch):
+    file, table = tmp_path / "real.yaml", "h100_sxm/llama-3.1-8b/tp1"
+    file.write_text(f"- {{kind: h100, silicon: {table}}}")
+    left = SimpleNamespace(beyond={"products", "attention of prompts"})
+    monkeypatch.setattr("kappa_deploy.commands.simulate.silicon_table", {table: left}.__getitem__)
+    done = invoke(*SMALL, "--cluster", str(file), "--rate", "2")
+    assert done.exit_code == 0, done.stderr
+    words = "attention of prompts and products continued as the law has them"
+    assert f"{table} does not reach as far: {words}" in done.stderr
 
 
 def test_more_nodes_of_the_same_mix():

@@ -20,6 +20,7 @@ from kappa.checks import unknown_name
 from kappa.shapes import model_shape
 from kappa.silicon import silicon_table
 from kappa_deploy.commands import console
+from kappa_router.console import warn
 from kappa_router.policy import policy_named
 from kappa_scheduler.catalogue import SCHEDULERS
 from kappa_simulator.clusters import cluster_named, scaled
@@ -147,9 +148,9 @@ def simulate(options: Options, json_output: console.Json = False) -> None:
                 progress=lambda ended, _: bar.update(task, completed=ended),
             )
         summary = outcome.summary()
-        for name in sorted({node.silicon for node in config.cluster.nodes if node.silicon}):
+        for name in sorted({node.profile.silicon for node in config.cluster.nodes} - {""}):
             if parts := " and ".join(sorted(silicon_table(name).beyond)):
-                console.warn(f"{name} does not reach as far: {parts} continued as the law has them")
+                warn(f"{name} does not reach as far: {parts} continued as the law has them")
     if json_output:
         console.print_json(summary)
     else:
