@@ -24,7 +24,6 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from kappa.hardware import node_profile
 from kappa.host import free_port
 from kappa.model import kv_bytes_per_token
 from kappa.protocol import Announcement
@@ -52,6 +51,7 @@ from kappa_benchmarks.routing.peers.dynamo_cluster import (
     Harness,
     Mocker,
     dynamo,
+    node_of,
     step_of,
 )
 from kappa_benchmarks.routing.peers.dynamo_rows import (
@@ -169,7 +169,7 @@ def announcement(node: Mocker, instance: int, emulation: Emulation, wrong: float
     sign = itertools.cycle((wrong, 1 / wrong))
     constants = ("token_s", "pair_s", "weights_s", "context_token_s", "fixed_s")
     link = node.h2d_bytes_per_s / dilation / next(sign)
-    profile = replace(node_profile(node.profile), name=node.name, h2d_bytes_per_s=link)
+    profile = replace(node_of(node.profile), name=node.name, h2d_bytes_per_s=link)
     return Announcement(
         worker=str(instance), model=MODEL, node=profile,
         step=replace(step, **{name: getattr(step, name) * next(sign) for name in constants}),
