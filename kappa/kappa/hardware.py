@@ -45,7 +45,8 @@ class NodeProfile:
     reaches while the others load, too.
     ``dilation`` above one belongs to a paced node only: every emulated second lasts that many.
     ``cost_per_hour`` of zero means that no price was given, ``disk_bytes_per_s`` of zero that KV is
-    not kept on disk; what is read there still has to cross the link.
+    not kept on disk; what is read there still has to cross the link. ``silicon`` names the table of
+    real GPUs (`kappa.silicon`) that the steps of an emulated node last by; empty: by its law.
     """
 
     name: str
@@ -77,6 +78,7 @@ class NodeProfile:
     link_bytes_per_s: float = 0.0
     copy_fixed_s: float = 0.0
     small_copy_bytes_per_s: float = 0.0
+    silicon: str = ""
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:

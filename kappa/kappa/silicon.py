@@ -33,11 +33,11 @@ SYSTEMS = {
 }  # fmt: skip
 """The node of the catalogue that has a system's GPU."""
 
-SILICON_FIGURES = (
+_FIGURES = (
     "gpu", "flops_per_s", "hbm_bytes_per_s", "hbm_bytes", *REACHED, "exposed", "fp8_speedup",
     "fp4_speedup", "gpus", "peer_bytes_per_s", "peer_fixed_s",
 )  # fmt: skip
-"""What of a node is the GPUs' alone."""
+# What of a node is the GPUs' alone.
 
 _PARTS = {
     "prefill": ("new", "cached"), "prefill_attention": ("new", "cached"),
@@ -53,7 +53,7 @@ class SiliconTable:
     requests that decode over a context each, shape (batch, context); the attention in them.
 
     law: what our law says of the same model and GPUs, for what lies beyond. beyond: which parts of
-    steps did, so far.
+    steps did, so far. fixed_s: of the host in each step, which no table has.
     """
 
     name: str
@@ -67,6 +67,12 @@ class SiliconTable:
     decode: Floats
     decode_attention: Floats
     beyond: set[str] = field(default_factory=set)
+    fixed_s: float = 0.0
+
+    def on(self, node: NodeProfile) -> SiliconTable:
+        """The table's steps on a node, with its host's seconds, in real (dilated) seconds."""
+        parts = {part: node.dilation * getattr(self, part) for part in _PARTS}
+        return replace(self, **parts, fixed_s=node.dilation * node.step_fixed_s)
 
     def step_s(
         self, chunks: Iterable[tuple[int, int]], requests: int = 0, context_tokens: float = 0
@@ -99,7 +105,15 @@ class SiliconTable:
                 (self.batch, self.context), (requests, each),
                 lambda b, c: self._attention_s(decode_work(b, b * c)),
             )  # fmt: skip
-        return seconds
+        return seconds + self.fixed_s
+
+    def real_s(self, chunks: Iterable[tuple[int, int]]) -> float:
+        """`step_s` of [(new tokens, context tokens before them)], as `StepModel.real_s` takes them:
+        a single token behind a context decodes."""
+        chunks = list(chunks)
+        contexts = [before for new, before in chunks if new == 1 and before]
+        prompts = [chunk for chunk in chunks if chunk[0] != 1 or not chunk[1]]
+        return self.step_s(prompts, len(contexts), sum(contexts))
 
     def _attention_s(self, work: StepWork[float]) -> float:
         attention = StepWork(0.0, work.pairs, work.reads)
@@ -182,6 +196,23 @@ def silicon_node(name: str) -> NodeProfile:
     system, _, tp = name.split("/")
     node = node_profile(SYSTEMS[system]).times(int(tp.removeprefix("tp")))
     return replace(node, step_fixed_s=0.0)
+
+
+def silicon_figures(name: str) -> dict[str, Any]:
+    """What a node's profile has of a table's GPUs: the law that a router starts from is theirs.
+    ValueError for a name that no table has."""
+    node = silicon_node(name)
+    return {figure: getattr(node, figure) for figure in _FIGURES} | {"silicon": name}
+
+
+def silicon_of(shape: ModelShape, name: str) -> SiliconTable:
+    """The table with this name; ValueError if it is of another model than the shape's, too."""
+    table = silicon_table(name)
+    if name.split("/")[1] != shape.name:
+        own = ", ".join(each for each in silicon_names() if each.split("/")[1] == shape.name)
+        remedy = f"choose one of its own ({own})" if own else "it has none, so name no table"
+        raise ValueError(f"{name} is a table of another model than {shape.name}: {remedy}")
+    return table
 
 
 def silicon_shape(model: str) -> ModelShape:

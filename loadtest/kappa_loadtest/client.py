@@ -245,7 +245,7 @@ def _read_headers(headers: Mapping[str, str], record: RequestRecord) -> None:
     record.request_id = printable(headers.get("x-request-id", ""))
     record.node = printable(headers.get("x-kappa-node", ""))
     ours = headers if record.node else {}
-    record.paced = ours.get("x-kappa-paced") == "true"
+    record.paced = ours.get("x-kappa-paced", "").startswith("true")
     record.reason = printable(ours.get("x-kappa-reason", ""))
     record.ratio = _number(ours.get("x-kappa-ratio"))
     record.crit = _number(ours.get("x-kappa-crit"))

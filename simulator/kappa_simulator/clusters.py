@@ -21,7 +21,7 @@ from kappa.checks import unknown_name
 from kappa.cost import StepModel, batch_work, loading_node, step_model
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
-from kappa.silicon import SILICON_FIGURES, SiliconTable, silicon_node, silicon_table
+from kappa.silicon import SiliconTable, silicon_figures, silicon_of
 from kappa_scheduler.config import FairConfig, LinkRates
 from kappa_simulator.decode import DecodeRun, TableRun, factor_of
 
@@ -49,8 +49,6 @@ class NodeSpec:
     disk_bytes: float = 0.0
     # As `engine.load` in a cluster file.
     load: Loading = "ahead"
-    # A table of real GPUs by name (`kappa.silicon`), which its steps last by; none: by the law.
-    silicon: str = ""
 
     @property
     def name(self) -> str:
@@ -128,7 +126,7 @@ class NodeModel:
     disk_block_s: float = 0.0
     # The share of the shorter of a lone request's load and prompt that hides behind the longer.
     overlap: float = 0.0
-    # What its steps last by instead of the law, but for `step.fixed_s`.
+    # What its steps last by instead of the law.
     table: SiliconTable | None = None
 
     def step_s(
@@ -137,14 +135,14 @@ class NodeModel:
         """Seconds of one step over [(new tokens, context tokens before them)] and requests that
         decode with so much context between them."""
         if self.table is not None:
-            return self.table.step_s(chunks, requests, context_tokens) + self.step.fixed_s
+            return self.table.step_s(chunks, requests, context_tokens)
         work = batch_work(chunks, requests, context_tokens)
         return self.step.work_s(work) * factor_of(self.factors, work.tokens)
 
     def run(self, requests: int, context_tokens: int) -> DecodeRun | TableRun:
         """Steps in which so many requests decode together."""
         if self.table is not None:
-            return TableRun(self.table, requests, context_tokens, self.step.fixed_s)
+            return TableRun(self.table, requests, context_tokens)
         return DecodeRun(self.step, requests, context_tokens, self.factors)
 
     @property
@@ -159,14 +157,13 @@ def node_model(spec: NodeSpec, shape: ModelShape, block_tokens: int) -> NodeMode
     Raises:
         ClusterError: the model does not fit, or the node's table is of another.
     """
-    table = silicon_table(spec.silicon) if spec.silicon else None
-    if table is not None and spec.silicon.split("/")[1] != shape.name:
-        raise ClusterError(
-            f"node {spec.name}: {spec.silicon} is a table of another model than {shape.name}: "
-            "name one of its own"
-        )
-    room = kv_room(spec, shape, block_tokens)
     profile = loading_node(shape, spec.profile, block_tokens)
+    room, table = kv_room(spec, shape, block_tokens), None
+    if profile.silicon:
+        try:
+            table = silicon_of(shape, profile.silicon).on(profile)
+        except ValueError as error:
+            raise ClusterError(f"node {spec.name}: {error}") from None
     block_bytes = kv_bytes_per_token(shape) * block_tokens
     return NodeModel(
         step=step_model(shape, profile),
@@ -292,21 +289,15 @@ def _of_silicon(name: str) -> SimulatedCluster:
     for system, count in mix.items():
         kind, watts, link = _HOSTS[system]
         silicon, host = f"{system}/{table}", KINDS[kind]
-        figures = _figures(silicon) | link | {"name": system.removesuffix("_sxm")}
+        figures = silicon_figures(silicon) | link | {"name": system.removesuffix("_sxm")}
         profile = replace(host.profile, **figures)
-        nodes += numbered(replace(host, profile=profile, watts=watts, silicon=silicon), count)
+        nodes += numbered(replace(host, profile=profile, watts=watts), count)
     return SimulatedCluster(name, tuple(nodes))
-
-
-def _figures(table: str) -> dict[str, Any]:
-    """What a node has of a table's GPUs; the router starts from their law."""
-    gpus = silicon_node(table)
-    return {name: getattr(gpus, name) for name in SILICON_FIGURES}
 
 
 def model_served(cluster: SimulatedCluster) -> str:
     """The model of the nodes' tables; `MODEL` where no node has one."""
-    tables = [node.silicon for node in cluster.nodes if node.silicon]
+    tables = [node.profile.silicon for node in cluster.nodes if node.profile.silicon]
     return tables[0].split("/")[1] if tables else MODEL
 
 
@@ -349,7 +340,7 @@ class _ClusterRow(BaseModel):
     silicon: str | None = None
 
 
-_OWN_KEYS = ("host_bytes", "disk_bytes", "watts", "network_bytes_per_s", "load", "silicon")
+_OWN_KEYS = ("host_bytes", "disk_bytes", "watts", "network_bytes_per_s", "load")
 _KEYS = {*_OWN_KEYS, *(f.name for f in fields(NodeProfile))}
 
 
@@ -377,8 +368,7 @@ def _parse(data: object, where: str) -> tuple[NodeSpec, int]:
     start = {"name": "", "gpu": "", "link_name": ""} if base is None else base.profile.to_dict()
     own = {key: getattr(row, key) for key in _OWN_KEYS if getattr(row, key) is not None}
     try:
-        if row.silicon:
-            start |= _figures(row.silicon)
+        start |= silicon_figures(row.silicon) if row.silicon else {}
         made = NodeProfile.from_dict({**start, **profile})
         spec = NodeSpec(made, **own) if base is None else replace(base, profile=made, **own)
     except (TypeError, ValueError) as error:

@@ -90,16 +90,10 @@ class DecodeRun:
 
 class TableRun:
     """The same by a table of real GPUs: while contexts are between two of the table's, steps grow
-    evenly.
+    evenly."""
 
-    fixed_s: of the host, which no table has, in each step.
-    """
-
-    def __init__(
-        self, table: SiliconTable, requests: int, context_tokens: int, fixed_s: float
-    ) -> None:
+    def __init__(self, table: SiliconTable, requests: int, context_tokens: int) -> None:
         self._table, self._requests, self._context_tokens = table, requests, context_tokens
-        self._fixed_s = fixed_s
         each = context_tokens / requests
         ends = [math.ceil(context - each) for context in table.context.tolist() if context > each]
         self._ends: list[float] = [*ends, math.inf]
@@ -114,7 +108,7 @@ class TableRun:
 
     def _step_s(self, number: float) -> float:
         context = self._context_tokens + number * self._requests
-        return self._table.step_s((), self._requests, context) + self._fixed_s
+        return self._table.step_s((), self._requests, context)
 
     def seconds(self, steps: int) -> float:
         """Seconds that the first `steps` steps take."""

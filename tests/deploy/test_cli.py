@@ -172,6 +172,17 @@ def test_nodes_are_paced_or_priors():
     assert [n.name for n in paced] == [n.name for n in unpaced] == ["pcie", "c2c"]
 
 
+def test_node_of_silicon_has_the_tables_gpus_and_its_own_link():
+    table = "h100_sxm/llama-3.1-70b/tp4"
+    nodes = [{"name": "a", "profile": "gh200-c2c", "silicon": table}]
+    settings = load_settings(nodes=nodes, model={"emulate": "llama-3.1-70b"})
+    (node,) = pool_nodes(settings, settings.all_pools[0])
+    assert (node.silicon, node.gpus, node.gpu) == (table, 4, "H100-SXM5-80GB")
+    # Four GPUs of the profile's link each, as `placement.gpus` would have it.
+    assert node.h2d_bytes_per_s == 4 * 450e9
+    assert (node.source, node.dilation) == ("paced", settings.dilation)
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """The tiny model's folder, and its config."""

@@ -136,6 +136,17 @@ def test_the_paced_pair_would_start_here():
     assert found["machines"][0]["engine_build"] == "cpu"
 
 
+def test_dry_run_shows_the_table_that_a_pool_lasts_by(tmp_path):
+    file, table = tmp_path / "c.yaml", "h100_sxm/llama-3.1-8b/tp1"
+    file.write_text(f"nodes: [{{name: a, profile: h100-pcie5, silicon: {table}}}]")
+    done = command("--config", str(file))
+    assert done.exit_code == 0 and f"cpu, by {table}" in done.stdout
+    found = json.loads(command("--config", str(file), "--json").stdout)
+    (pool,) = found["pools"]
+    assert pool["silicon"] == table
+    assert pool["engine_args"]["additional_config"]["kappa_pace"]["node"]["silicon"] == table
+
+
 # -- faults, and facts that are not known
 
 

@@ -34,8 +34,10 @@ from kappa.silicon import (
     DATA,
     SYSTEMS,
     SiliconTable,
+    silicon_figures,
     silicon_names,
     silicon_node,
+    silicon_of,
     silicon_shape,
     silicon_table,
 )
@@ -336,6 +338,35 @@ def test_table_goes_on_by_the_law_beyond_its_points_and_says_so() -> None:
     longer = table.step_s([], 256, 256 * 8192)
     assert longer == pytest.approx(2 * table.step_s([], 256, 256 * 4096), rel=0.25)
     assert "attention of those that decode" in table.beyond
+
+
+def test_real_seconds_are_the_tables_with_the_hosts_dilated() -> None:
+    table, host = silicon_table(TABLE), replace(node_profile("pcie"), step_fixed_s=2e-3)
+    paced = table.on(replace(host, source="paced", dilation=30.0))
+    # A prompt's chunk behind 1,000 tokens, the first token of another, and two that decode.
+    chunks = [(512, 1000), (1, 0), (1, 3000), (1, 5000)]
+    expected = table.step_s([(512, 1000), (1, 0)], 2, 8000)
+    assert paced.real_s(chunks) == pytest.approx(30 * (expected + 2e-3))
+    assert paced.real_s([]) == 0.0
+
+
+def test_sums_over_gpus_are_the_tables_alone() -> None:
+    name = "h100_sxm/llama-3.1-70b/tp4"
+    node = replace(node_profile("pcie"), **silicon_figures(name))
+    assert (node.gpus, node.silicon, node.h2d_bytes_per_s) == (4, name, 55e9)
+    table = silicon_table(name)
+    # The law of the node has fixed seconds of each sum, which the table has measured.
+    assert step_model(model_shape("llama-3.1-70b"), node).fixed_s > 0
+    assert table.on(node).real_s([(2048, 0)]) == table.step_s([(2048, 0)])
+
+
+def test_a_table_of_another_model_is_refused_with_its_own() -> None:
+    shape = model_shape("llama-3.1-70b")
+    with pytest.raises(ValueError, match=rf"{TABLE} is a table of another model than llama-3.1-70b"
+                       r": choose one of its own \(a100_sxm/llama-3.1-70b/tp4, .*\)"):  # fmt: skip
+        silicon_of(shape, TABLE)
+    with pytest.raises(ValueError, match=r"than gemma-3-27b: it has none, so name no table"):
+        silicon_of(model_shape("gemma-3-27b"), TABLE)
 
 
 @pytest.mark.parametrize("chunks, requests, context", [

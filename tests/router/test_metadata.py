@@ -52,11 +52,19 @@ def test_unknown_figures_are_not_sent():
     assert not unknown & set(sent) and sent["kappa_request_id"] == "r"
 
 
-@pytest.mark.parametrize(("source", "paced"), [("paced", "true"), ("measured", "false")])
-def test_response_says_where_how_and_why_it_was_computed(source, paced):
+@pytest.mark.parametrize(
+    ("source", "silicon", "paced"),
+    [
+        ("paced", "", "true"),
+        ("paced", "a/b/tp1", "true; silicon=a/b/tp1"),
+        ("measured", "", "false"),
+    ],
+)
+def test_response_says_where_how_and_why_it_was_computed(source, silicon, paced):
     made = decision()
     chosen = made.chosen
-    chosen.node, chosen.kappa_crit = SimpleNamespace(name="pcie", source=source), 17.314
+    chosen.node = SimpleNamespace(name="pcie", source=source, silicon=silicon)
+    chosen.kappa_crit = 17.314
     chosen.plan, chosen.ttft_s, made.reason = "", 0.98765, "load"
     assert decision_headers(made) == {
         "x-kappa-node": "pcie", "x-kappa-paced": paced,

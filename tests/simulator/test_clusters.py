@@ -151,7 +151,7 @@ def test_clusters_of_silicon_serve_the_model_of_their_tables(name, gpus, model):
     check(cluster, model_shape(model), 16)
     for node in cluster.nodes:
         made = node_model(node, model_shape(model), 16)
-        assert made.step == replace(silicon_table(node.silicon).law, fixed_s=2e-3)
+        assert made.step == replace(silicon_table(node.profile.silicon).law, fixed_s=2e-3)
     links = {node.profile.gpu: node.profile.h2d_bytes_per_s for node in cluster.nodes}
     assert links["H100-SXM5-80GB"] == 55e9 and links.get("GB200-186GB", 172e9) == 172e9
 

@@ -113,7 +113,8 @@ class KappaServer(Measuring, LLMServer):
         if plan.kind != "vllm" or plan.tier.kind != STOCK_TIER:
             self._hang = HangWatch(hang_patience_s(announced), time.monotonic())
         node = announced.node
-        log.info("worker_ready", worker=self._worker, node=node.name, paced=node.source == "paced")
+        paced = node.silicon or node.source == "paced"
+        log.info("worker_ready", worker=self._worker, node=node.name, paced=paced)
         if announced.profile_error:
             log.warning("profile_poor", worker=self._worker, reason=announced.profile_error)
 

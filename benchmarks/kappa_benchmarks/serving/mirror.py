@@ -23,6 +23,7 @@ from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.protocol import Announcement
 from kappa.settings.cluster import ClusterSettings
+from kappa.silicon import silicon_table
 from kappa_benchmarks.serving.validate_play import Answered
 from kappa_benchmarks.serving.validate_scripts import Script
 from kappa_deploy.app.plan import engine_scheduler, pool_nodes
@@ -77,10 +78,10 @@ class Mirror:
 
     def prefill_s(self, node: str, new_tokens: int) -> float:
         """Real seconds to prefill a fresh prompt alone, in steps of at most the budget."""
-        worker = next(each for each in self.announcements if each.worker == node)
-        total_s, budget = 0.0, worker.max_batch_tokens
+        model = self.models[[each.worker for each in self.announcements].index(node)]
+        total_s, budget = 0.0, model.budget_tokens
         for context in range(0, new_tokens, budget):
-            total_s += worker.step.real_s([(min(new_tokens - context, budget), context)])
+            total_s += model.step_s([(min(new_tokens - context, budget), context)], 0, 0)
         return total_s
 
 
@@ -142,6 +143,7 @@ def _model(said: Announcement, rule: str, fair: FairConfig) -> NodeModel:
         load_fixed_s=dilation * node.load_fixed_s, budget_tokens=said.max_batch_tokens,
         rule=rule, fair=fair, disk_blocks=said.disk_blocks,
         disk_block_s=block_bytes / node.disk_bytes_per_s if said.disk_blocks else 0.0,
+        table=silicon_table(node.silicon).on(node) if node.silicon else None,
     )  # fmt: skip
 
 

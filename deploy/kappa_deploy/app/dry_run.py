@@ -106,6 +106,7 @@ def _pool(
         "model": settings.model.id,
         "workers": {"least": pool.least, "most": pool.most},
         "device": "cuda" if place.gpus else "cpu",
+        "silicon": pool.silicon,
         "host_tier": tier,
         "engine_args": arguments,
         "ray": {

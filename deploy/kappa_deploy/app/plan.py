@@ -20,6 +20,7 @@ from kappa.settings.cluster import ClusterSettings, home
 from kappa.settings.engine import EngineSettings
 from kappa.settings.pools import PoolSettings, ScalingSettings
 from kappa.settings.routing import FETCHING_POLICY
+from kappa.silicon import silicon_figures
 from kappa_deploy.app.errors import StartError
 from kappa_deploy.app.model import Model
 from kappa_deploy.app.parsers import parser_arguments
@@ -232,8 +233,9 @@ def autoscaling(scaling: ScalingSettings) -> dict[str, Any]:
 
 def pool_nodes(settings: ClusterSettings, pool: PoolSettings) -> tuple[NodeProfile, ...]:
     """One profile per worker that the pool may have, in rank order."""
-    profile = replace(node_profile(pool.profile), source="catalogue")
-    profile = profile.times(max(pool.placement.gpus, 1))
+    profile = replace(node_profile(pool.profile), source="catalogue", silicon="")
+    figures = silicon_figures(pool.silicon) if pool.silicon else {}
+    profile = replace(profile.times(figures.get("gpus", max(pool.placement.gpus, 1))), **figures)
     if pool.cost_per_hour is not None:
         profile = replace(profile, cost_per_hour=pool.cost_per_hour)
     if pool.paced:

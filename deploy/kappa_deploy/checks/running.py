@@ -37,7 +37,9 @@ def workers(facts: Facts) -> Finding:
     if bad or not nodes:
         shown = ", ".join(bad) or "none"
         return Finding("fail", shown, "see its log, and 'Who is slow' in docs/runbook.md")
-    return Finding("pass", f"{len(nodes)} report")
+    tables = {n["node"]: table for n in nodes if (table := n["profile"].get("silicon"))}
+    by = ", ".join(f"{node} by {table}" for node, table in tables.items())
+    return Finding("pass", f"{len(nodes)} report" + (f"; steps of {by}" if by else ""))
 
 
 def clock(facts: Facts) -> Finding:

@@ -27,7 +27,7 @@ from kappa.plans.planners import alternatives, decoding
 from kappa.plans.rates import LineFit, PlanRates, rates_from_law
 from kappa.power import table5_rows
 from kappa.shapes import SHAPES, model_shape
-from kappa.silicon import silicon_table
+from kappa.silicon import silicon_of
 from kappa_deploy.commands.console import (
     Json,
     KvDtype,
@@ -262,11 +262,7 @@ def silicon_cost(counts: TokenCounts, shape: ModelShape, name: str) -> dict[str,
 
     beyond: parts of the steps that the table does not reach.
     """
-    table = replace(silicon_table(name), beyond=set())
-    if name.split("/")[1] != shape.name:
-        raise ValueError(
-            f"{name} is a table of another model than {shape.name}: name one of its own"
-        )
+    table = replace(silicon_of(shape, name), beyond=set())
     new, cached = counts.new_tokens, counts.cached_tokens
     real_s, law_s = table.step_s([(new, cached)]), table.law.work_s(chunk_work(new, cached))
     decode_s = table.step_s([], 1, new + cached)

@@ -217,7 +217,7 @@ def print_dry_run(settings: ClusterSettings, descriptions: list[str], json_outpu
         print_json(found)
         return 1 if wrong else 0
     rows = [
-        (pool["name"], pool["device"], pool["host_tier"], _ray_demand(pool), _number_of(pool))
+        (pool["name"], _device(pool), pool["host_tier"], _ray_demand(pool), _number_of(pool))
         for pool in pools
     ]
     print_table(None, ("pool", "device", "host tier", "each worker", "workers"), rows, left=4)
@@ -241,6 +241,10 @@ def _verdict(wrong: Sequence[str], notes: Sequence[str]) -> str:
     if notes:
         return f"no fault in what could be checked; {len(notes)} note(s) above say what could not"
     return "nothing is wrong"
+
+
+def _device(pool: dict[str, Any]) -> str:
+    return str(pool["device"]) + (f", by {pool['silicon']}" if pool["silicon"] else "")
 
 
 def _ray_demand(pool: dict[str, Any]) -> str:
@@ -268,7 +272,8 @@ def print_ready(url: str, settings: ClusterSettings, json_output: bool) -> None:
     rows = []
     for node in nodes:
         profile = node["profile"]
-        paced = f"paced: {node['emulated_model']}, 1 s takes {profile['dilation']:g}"
+        by = f" by {profile['silicon']}" if profile["silicon"] else ""
+        paced = f"paced: {node['emulated_model']}{by}, 1 s takes {profile['dilation']:g}"
         disk = profile["disk_bytes_per_s"]
         rates = [f"{rate / 1e9:.3g}" for rate in (profile["h2d_bytes_per_s"], disk) if rate]
         rows.append((

@@ -148,7 +148,7 @@ def simulate(options: Options, json_output: console.Json = False) -> None:
                 progress=lambda ended, _: bar.update(task, completed=ended),
             )
         summary = outcome.summary()
-        for name in sorted({node.silicon for node in config.cluster.nodes if node.silicon}):
+        for name in sorted({node.profile.silicon for node in config.cluster.nodes} - {""}):
             if parts := " and ".join(sorted(silicon_table(name).beyond)):
                 warn(f"{name} does not reach as far: {parts} continued as the law has them")
     if json_output:

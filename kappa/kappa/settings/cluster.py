@@ -21,6 +21,7 @@ from kappa.settings.pools import (
     PoolSettings,
     engine_faults,
     pool_faults,
+    silicon_faults,
 )
 from kappa.settings.routing import ObservingSettings, RouterSettings
 
@@ -72,6 +73,7 @@ class ClusterSettings(Section):
         if len(set(names)) < len(names):
             faults.append((("nodes",), f"two nodes share a name among {names}: names must differ"))
         faults += pool_faults(self.pools, self.model)
+        faults += silicon_faults(self.all_pools, self.model, "pools" if self.pools else "nodes")
         faults += engine_faults(self.pools, self.engine)
         door = open_door(self.tenants, self.access, self.http)
         faults += [((), f"http.host {door}")] if door else []
@@ -82,10 +84,7 @@ class ClusterSettings(Section):
     def all_pools(self) -> tuple[PoolSettings, ...]:
         """Every pool; each of `nodes` is a pool of one worker."""
         return self.pools or tuple(
-            PoolSettings(
-                name=node.name, profile=node.profile, paced=node.paced, drain_s=_NODE_DRAIN_S
-            )
-            for node in self.nodes
+            PoolSettings(**dict(node), drain_s=_NODE_DRAIN_S) for node in self.nodes
         )
 
     @property
@@ -115,8 +114,9 @@ class ClusterSettings(Section):
 
     def unpaced(self) -> ClusterSettings:
         """The same cluster without pacing."""
-        nodes = tuple(node.model_copy(update={"paced": False}) for node in self.nodes)
-        pools = tuple(pool.model_copy(update={"paced": False}) for pool in self.pools)
+        own = {"paced": False, "silicon": None}
+        nodes = tuple(node.model_copy(update=own) for node in self.nodes)
+        pools = tuple(pool.model_copy(update=own) for pool in self.pools)
         return self.model_copy(update={"nodes": nodes, "pools": pools})
 
 

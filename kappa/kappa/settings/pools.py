@@ -18,6 +18,7 @@ from kappa.model import ModelShape
 from kappa.settings.base import Fault, Finite, Section, faults_in
 from kappa.settings.engine import EngineSettings
 from kappa.shapes import model_shape
+from kappa.silicon import silicon_of, silicon_table
 
 Role = Literal["both", "prefill", "decode"]
 
@@ -36,9 +37,16 @@ def _known_model(value: str) -> str:
     return value
 
 
+def _known_silicon(value: str) -> str:
+    silicon_table(value)
+    return value
+
+
 ProfileName = Annotated[str, AfterValidator(_known_profile)]
 
 ShapeName = Annotated[str, AfterValidator(_known_model)]
+
+SiliconName = Annotated[str, AfterValidator(_known_silicon)]
 
 # Where these differ, blocks of one worker mean nothing to another.
 SHARED_ENGINE_KEYS = frozenset({"kind", "block_tokens", "dtype"})
@@ -117,6 +125,9 @@ class PoolSettings(Section):
         description="catalogue name or profile JSON: prior, or what to pace as"
     )
     paced: bool = Field(False, description="on a CPU machine, act as fast as the profile")
+    silicon: SiliconName | None = Field(
+        None, description="paced: table of real GPUs that steps last by; none: the cost law"
+    )
     replicas: int | None = Field(None, ge=1, description="fixed number of workers; none: one")
     autoscaling: ScalingSettings | None = None
     role: Role = Field("both", description="prefill: hands its KV over; decode: takes it over")
@@ -203,6 +214,25 @@ def _model_faults(models: Sequence[ModelSettings]) -> list[Fault]:
     return found
 
 
+def silicon_faults(
+    pools: Sequence[PoolSettings], shared: ModelSettings, section: str
+) -> list[Fault]:
+    """Faults of tables of real GPUs; shared: the model of pools that name none; section: of the
+    file, with these pools in order."""
+    found: list[Fault] = []
+    for number, pool in enumerate(pools):
+        shape, where = (pool.model or shared).emulated_shape, (section, number, "silicon")
+        if pool.silicon is not None and not pool.paced:
+            why = "only a paced worker lasts by a table: say 'paced: true', or drop it"
+            found.append((where, why))
+        elif pool.silicon is not None:
+            try:
+                silicon_of(shape, pool.silicon)
+            except ValueError as error:
+                found.append((where, f"model.emulate is {shape.name}, and {error}"))
+    return found
+
+
 def engine_faults(pools: Sequence[PoolSettings], shared: EngineSettings) -> list[Fault]:
     """Faults of pools' own engine arguments together with the cluster's `engine` section, and of
     that section on the machines where it is used."""
@@ -246,3 +276,4 @@ class NodeSettings(Section):
     name: Name
     profile: ProfileName = Field(description="catalogue name or profile JSON")
     paced: bool = True
+    silicon: SiliconName | None = None

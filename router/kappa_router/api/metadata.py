@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kappa import protocol as p
+from kappa.hardware import NodeProfile
 from kappa_router.api.tenants import Tenant
 from kappa_router.decision import Decision
 
@@ -51,13 +52,19 @@ def peer_params(decision: Decision, endpoint: str) -> dict[str, Any]:
     return {p.PEER_PARAM: {"endpoint": endpoint, "start": start, "stop": stop}}
 
 
+def _paced(node: NodeProfile) -> str:
+    """Whether a node's speed is emulated, and by which table of real GPUs."""
+    table = f"; silicon={node.silicon}" if node.silicon else ""
+    return f"true{table}" if node.source == "paced" else "false"
+
+
 def decision_headers(decision: Decision) -> dict[str, str]:
     """Headers by which a response tells of its routing."""
     chosen = decision.chosen
     return {
         **({PLAN_HEADER: chosen.plan} if chosen.plan else {}),
         "x-kappa-node": chosen.node.name,
-        "x-kappa-paced": "true" if chosen.node.source == "paced" else "false",
+        "x-kappa-paced": _paced(chosen.node),
         "x-kappa-ratio": f"{chosen.counts.ratio:.2f}",
         "x-kappa-crit": f"{chosen.kappa_crit:.2f}",
         "x-kappa-reason": decision.reason,

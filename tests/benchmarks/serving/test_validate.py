@@ -12,6 +12,7 @@ from aiohttp.test_utils import TestServer
 from kappa.hardware import node_profile
 from kappa.model import ModelShape
 from kappa.settings.cluster import ClusterSettings
+from kappa.silicon import silicon_table
 from kappa_benchmarks.serving.client import ClusterClient
 from kappa_benchmarks.serving.mirror import (
     Overhead,
@@ -270,6 +271,14 @@ def test_unpaced_nodes_are_mirrored_as_measured():
     assert (whole.host_blocks, half.host_blocks) == (64, 128)
     assert (whole.budget_tokens, half.budget_tokens) == (1024, 128)
     assert [each.worker for each in mirror.announcements] == ["whole", "half"]
+
+
+def test_node_of_silicon_is_mirrored_by_its_table():
+    table = "h100_sxm/llama-3.1-8b/tp1"
+    nodes = ({"name": "a", "profile": "pcie", "silicon": table},)
+    mirror = mirror_of(ClusterSettings(nodes=nodes, dilation=30.0), SERVED)
+    by_table_s = sum(silicon_table(table).step_s([chunk]) for chunk in ((1024, 0), (76, 1024)))
+    assert mirror.prefill_s("a", 1100) == pytest.approx(30.0 * by_table_s)
 
 
 # -- rows and rankings ------------------------------------------------------------------------

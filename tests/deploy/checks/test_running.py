@@ -88,6 +88,7 @@ def test_every_check_passes_where_all_is_well():
 # Of each check: a bad state, and the words for it.
 ON_NODES = [
     ("workers", {"breaker__state": "open", "breaker__why": "stalled"}, "fail", "a open (stalled)"),
+    ("workers", {"profile__silicon": "t/m/tp1"}, "pass", "1 report; steps of a by t/m/tp1"),
     ("workers", {"seen_s_ago": 11.0}, "fail", "a silent for 11 s"),
     ("clock", {"clock_skew_s": -3.0}, "warn", "at most 3 s (a)"),
     ("clock", {"clock_skew_s": 31.0}, "fail", "at most 31 s (a)"),

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kappa.settings.base import SettingsError
 from kappa.settings.cluster import load_settings
 from kappa.settings.pools import PoolSettings, ScalingSettings
 from tests.kappa.settings.faults import fault, named
@@ -50,6 +51,43 @@ def test_pool_overrides_only_the_engine_settings_that_it_names():
 def test_unpaced_reaches_pools():
     settings = load_settings(None, pools=[pool(paced=True)])
     assert not settings.unpaced().all_pools[0].paced
+
+
+SILICON = "h100_sxm/llama-3.1-8b/tp1"
+
+
+def test_a_node_or_pool_lasts_by_a_table_unless_unpaced():
+    nodes = [{"name": "a", "profile": "pcie", "silicon": SILICON}]
+    for settings in (load_settings(nodes=nodes), load_settings(pools=[pool(**P, paced=True)])):
+        assert settings.all_pools[0].silicon == SILICON
+        assert settings.unpaced().all_pools[0].silicon is None
+
+
+P = {"silicon": SILICON}
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (
+            {"nodes": [pool(silicon="l4/llama-3.1-8b/tp1")]},
+            f"nodes.0.silicon: .*no table of .*{SILICON}",
+        ),
+        ({"pools": [pool(**P)]}, "pools.0.silicon: only a paced worker lasts by a table"),
+        (
+            {"nodes": [pool(**P)], "model": {"emulate": "qwen3-32b"}},
+            "nodes.0.silicon: model.emulate is qwen3-32b, and .*: choose one of its own",
+        ),
+        (
+            {"nodes": [pool(**P)], "model": {"emulate": "gemma-3-27b"}},
+            "emulate is gemma-3-27b, and .*: it has none, so name no table",
+        ),
+    ],
+)
+def test_a_table_that_does_not_go_there_is_refused(data, says):
+    with pytest.raises(SettingsError, match=says) as error:
+        load_settings(**data)
+    assert "1 fault(s)" in str(error.value)
 
 
 def test_one_worker_of_a_cluster_is_a_cluster():

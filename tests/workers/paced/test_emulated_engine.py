@@ -4,6 +4,8 @@ them."""
 
 import asyncio
 import json
+import time
+from types import SimpleNamespace
 
 import msgspec
 import openai
@@ -14,7 +16,9 @@ from vllm import SamplingParams
 from vllm.distributed.kv_events import KVEventBatch
 from vllm.sampling_params import RequestOutputKind
 
+from kappa.silicon import silicon_table
 from kappa_workers import generated
+from kappa_workers.paced import emulated_engine
 from kappa_workers.paced.emulated_engine import WORD, EmulatedEngine, EngineFaults, FaultsFile
 from kappa_workers.vllm import output_collector
 from kappa_workers.vllm.arguments import Endpoints, EngineLimits
@@ -184,6 +188,23 @@ async def test_a_node_that_is_not_paced_is_refused():
     own = emulated_plan("one", limits, Endpoints("", ""), source="catalogue")
     with pytest.raises(ValueError, match="pcie is not paced"):
         await EmulatedEngine(llm_config("m"), own).start()
+
+
+async def test_steps_of_a_node_of_silicon_last_by_its_table(monkeypatch, tmp_path):
+    slept, limits = [], EngineLimits(60, BLOCK, 17, 0, 16, 4, "float32")
+    clock = SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
+    monkeypatch.setattr(emulated_engine, "time", clock)
+    ends = Endpoints(f"ipc://{tmp_path}/stats", f"ipc://{tmp_path}/kv")
+    own = emulated_plan("one", limits, ends, step_s=0.5, silicon="h100_sxm/llama-3.1-8b/tp1")
+    engine = EmulatedEngine(llm_config("m"), own)
+    await engine.start()
+    async with asking(engine) as client:
+        body = {"model": "m", "prompt": list(range(10)), "max_tokens": 2}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+    await engine.shutdown()
+    table = silicon_table("h100_sxm/llama-3.1-8b/tp1")
+    steps = table.step_s([(10, 0)]), table.step_s([], 1, 10)
+    assert slept[:2] == pytest.approx([0.5 + seconds for seconds in steps])
 
 
 async def test_a_client_that_leaves_frees_its_room(bench):

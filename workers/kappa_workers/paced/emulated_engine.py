@@ -1,6 +1,6 @@
 """An engine that computes nothing: `engine: emulated`, for tests of a cluster on a small machine.
 Replica, router, Serve, HTTP and the engine's loop (scheduling, blocks, loads) are the real ones;
-tokens are synthetic and timed by the cost model of the paced node (`kappa.cost`). Every answer says
+tokens are synthetic and timed as the paced node's (`kappa_workers.paced.steps`). Every answer says
 so in its text and its `system_fingerprint`. Never a default."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from kappa.cost import StepModel, transfer_s
+from kappa.cost import transfer_s
 from kappa.model import ModelShape
 from kappa_engine.kv_cache import Arena, ArenaSize
 from kappa_engine.llm_engine import Engine
@@ -27,6 +27,7 @@ from kappa_scheduler.fcfs import Fcfs
 from kappa_workers.own_engine.core import Built
 from kappa_workers.own_engine.reports import EngineReports, KvPublisher
 from kappa_workers.own_engine.server import OwnEngine
+from kappa_workers.paced.steps import PacedSteps
 from kappa_workers.vllm.arguments import Pace
 from kappa_workers.vllm.options import LinkPace
 
@@ -136,7 +137,8 @@ class EmulatedEngine(OwnEngine):
             planner="kv",
         )
         link = PacedLink(pace.link, faults)
-        model = PacedModel(pace.step, arena, link, limits.max_context_tokens, faults)
+        steps = PacedSteps(pace.steps)
+        model = PacedModel(steps, arena, link, limits.max_context_tokens, faults)
         return Built(Engine(model, options, observer=reports), reports, arena.close)
 
     def words(self, tokenizer: Any) -> Sequence[int]:
@@ -167,7 +169,7 @@ class PacedModel:
     vocab = 1 << 62
 
     def __init__(
-        self, step: StepModel, arena: Arena, mover: PacedLink, max_tokens: int, faults: FaultsFile
+        self, step: PacedSteps, arena: Arena, mover: PacedLink, max_tokens: int, faults: FaultsFile
     ) -> None:
         self.max_tokens, self._faults = max_tokens, faults
         self.arena = arena

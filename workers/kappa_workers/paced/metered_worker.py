@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from kappa.cost import StepModel
+from kappa_workers.paced.steps import PacedSteps
 from kappa_workers.vllm.load_sources import LOAD_SOURCES
 from kappa_workers.vllm.metered_worker import Metered, Timed
 from kappa_workers.vllm.options import PACE_KEY
@@ -56,7 +56,7 @@ class MeteredCPUWorker(Metered, CPUWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         pace = self.vllm_config.additional_config.get(PACE_KEY)
-        self._kappa_step_model = StepModel.from_dict(pace) if pace else None
+        self._kappa_step_model = PacedSteps(pace) if pace else None
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """As `Metered`, with generators that vLLM can take a step back."""

@@ -133,6 +133,11 @@ class Pace:
         return step_model(self.shape, self.node)
 
     @property
+    def steps(self) -> dict[str, Any]:
+        """What steps last by, as `kappa_workers.paced.steps.PacedSteps` reads it."""
+        return {"node": self.node.to_dict()} if self.node.silicon else self.step.to_dict()
+
+    @property
     def link(self) -> LinkPace:
         kv_bytes, node = kv_bytes_per_token(self.shape), self.node
         store_bytes_per_s = node.d2h_bytes_per_s or node.h2d_bytes_per_s
@@ -208,7 +213,7 @@ def engine_kwargs(
         return arguments
     additional: dict[str, Any] = {STATS_KEY: endpoints.stats}
     if pace is not None:
-        additional[PACE_KEY] = pace.step.to_dict()
+        additional[PACE_KEY] = pace.steps
     arguments["worker_cls"] = _GPU_WORKER if gpus else _CPU_WORKER
     arguments["additional_config"] = additional
     if scheduler.rule != STOCK:

@@ -24,7 +24,6 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from kappa.hardware import node_profile
 from kappa.host import free_port
 from kappa.model import kv_bytes_per_token
 from kappa.protocol import Announcement
@@ -52,6 +51,7 @@ from kappa_benchmarks.routing.peers.dynamo_cluster import (
     Harness,
     Mocker,
     dynamo,
+    node_of,
     step_of,
 )
 from kappa_benchmarks.routing.peers.dynamo_rows import (
@@ -170,7 +170,7 @@ def announcement(node: Mocker, instance: int, emulation: Emulation, wrong: float
     constants = ("token_s", "pair_s", "weights_s", "context_token_s", "fixed_s")
     link = node.h2d_bytes_per_s / dilation / next(sign)
     # A mocker's loads take their bytes and nothing besides.
-    known = replace(node_profile(node.profile), d2h_bytes_per_s=0.0, load_fixed_s=0.0)
+    known = replace(node_of(node.profile), d2h_bytes_per_s=0.0, load_fixed_s=0.0)
     profile = replace(known, name=node.name, h2d_bytes_per_s=link, copy_fixed_s=0.0)
     return Announcement(
         worker=str(instance), model=MODEL, node=profile,

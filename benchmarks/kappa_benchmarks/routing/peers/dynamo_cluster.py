@@ -1,10 +1,11 @@
 """Dynamo's own mockers and frontend as processes of a bench: started, joined to names, ended.
 
 A mocker is a node EMULATED by Dynamo: its schedule, caches and host tier are Dynamo's, its steps
-come from a table (NPZ) that is made here of a catalogue's node, and its link is a bandwidth. Time
-is dilated by making steps longer and links slower alike: `--speedup-ratio` would leave the link.
-KV events go by the native event plane; `--zmq-kv-events-ports` would hide the host tier from
-Dynamo's own router.
+come from a table (NPZ) that is made here, by our law of a catalogue's node or from a table of real
+GPUs (`kappa.silicon`), and its link is a bandwidth. The NPZ has no context for prefill: a prompt
+costs as if nothing were cached before it. Time is dilated by making steps longer and links slower
+alike: `--speedup-ratio` would leave the link. KV events go by the native event plane;
+`--zmq-kv-events-ports` would hide the host tier from Dynamo's own router.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ import aiohttp
 import numpy as np
 
 from kappa.cost import StepModel, StepWork, chunk_work, step_model
-from kappa.hardware import node_profile
+from kappa.hardware import NodeProfile, node_profile
 from kappa.host import die_with_parent, free_port
 from kappa.model import kv_bytes_per_token
 from kappa.shapes import model_shape
+from kappa.silicon import SiliconTable, silicon_node, silicon_of
 from kappa_benchmarks.routing.peers.routers import OUR_VARIABLES, PeerError, dynamo_python
 
 HOST = "127.0.0.1"
@@ -41,7 +43,7 @@ BUDGET_TOKENS = 8192
 SHAPE = model_shape("llama-3.1-8b")
 _STEP_FIXED_S = 0.002
 _TABLE = 64
-_LONGEST_TOKENS = 65_536
+_MOST_HELD, _LONGEST_TOKENS = 262_144, 65_536
 _START_S, _TERM_S = 60.0, 2.0
 
 
@@ -49,7 +51,7 @@ class Mocker(NamedTuple):
     """A node of Dynamo's."""
 
     name: str
-    # The catalogue's node that its steps are those of.
+    # The catalogue's node, or the table of real GPUs, that its steps are those of.
     profile: str
     # Of its host link.
     h2d_bytes_per_s: float
@@ -57,10 +59,12 @@ class Mocker(NamedTuple):
 
 def _mockers(*links: tuple[str, float]) -> tuple[Mocker, ...]:
     return tuple(
-        Mocker(f"{number}-{profile}-{gigabytes:g}", profile, gigabytes * 1e9)
+        Mocker(f"{number}-{profile.split('/')[0]}-{gigabytes:g}", profile, gigabytes * 1e9)
         for number, (profile, gigabytes) in enumerate(links)
     )
 
+
+_A100, _H100 = (f"{system}/{SHAPE.name}/tp1" for system in ("a100_sxm", "h100_sxm"))
 
 CLUSTERS: Mapping[str, tuple[Mocker, ...]] = {
     "unlike": _mockers(
@@ -68,6 +72,8 @@ CLUSTERS: Mapping[str, tuple[Mocker, ...]] = {
     ),
     "equal": _mockers(*[("h100-pcie5", 55)] * 4),
     "pair": _mockers(("a100-pcie4", 5), ("gh200-c2c", 375)),
+    "unlike-silicon": _mockers((_A100, 5), (_H100, 25), (_H100, 55), (_H100, 375)),
+    "equal-silicon": _mockers(*[(_H100, 55)] * 4),
 }
 
 
@@ -82,17 +88,32 @@ class Emulation:
     host_blocks: int = 60_000
 
 
+def node_of(profile: str) -> NodeProfile:
+    """A mocker's node, of the catalogue or with a table's GPU, and the host's seconds of a step."""
+    node = silicon_node(profile) if "/" in profile else node_profile(profile)
+    return replace(node, step_fixed_s=_STEP_FIXED_S, silicon=profile if "/" in profile else "")
+
+
 def step_of(profile: str, dilation: float) -> StepModel:
-    """A catalogue node's steps in wall seconds, with a fixed cost."""
-    step = step_model(SHAPE, node_profile(profile))
-    return replace(step, fixed_s=_STEP_FIXED_S, dilation=dilation).real()
+    """A node's steps by our law in wall seconds."""
+    return replace(step_model(SHAPE, node_of(profile)), dilation=dilation).real()
+
+
+def tables_of(profile: str, dilation: float) -> dict[str, np.ndarray]:
+    """The arrays of a mocker's NPZ; ValueError for a table that there is not, or of another
+    model."""
+    node = node_of(profile)
+    if not node.silicon:
+        return step_tables(step_of(profile, dilation))
+    paced = replace(node, source="paced", dilation=dilation)
+    return silicon_tables(silicon_of(SHAPE, profile).on(paced))
 
 
 def step_tables(step: StepModel) -> dict[str, np.ndarray]:
     """The arrays of a mocker's NPZ: milliseconds of a prompt's chunk, and of a decoded token by all
     tokens in VRAM that decode and the context of each."""
     new = np.unique(np.concatenate([[1.0], np.linspace(8, BUDGET_TOKENS, 1024)]))
-    held, context = np.linspace(1, 262_144, _TABLE), np.linspace(1, _LONGEST_TOKENS, _TABLE)
+    held, context = np.linspace(1, _MOST_HELD, _TABLE), np.linspace(1, _LONGEST_TOKENS, _TABLE)
     requests = np.maximum(held[:, None] / context[None, :], 1.0)
     decode_s = step.work_s(StepWork(requests, held[:, None], held[:, None]))
     return {
@@ -101,6 +122,21 @@ def step_tables(step: StepModel) -> dict[str, np.ndarray]:
         "decode_active_kv_tokens": held,
         "decode_context_length": context,
         "decode_itl": 1e3 * decode_s,
+    }
+
+
+def silicon_tables(table: SiliconTable) -> dict[str, np.ndarray]:
+    """The same from a table of real GPUs, at its own points: between them the mocker goes straight,
+    too."""
+    held = np.unique(np.outer(table.batch, table.context))
+    held, context = held[held <= _MOST_HELD], table.context[table.context <= _LONGEST_TOKENS]
+    decode_s = [[table.step_s([], max(h / c, 1.0), h) for c in context] for h in held]
+    return {
+        "prefill_isl": table.new,
+        "prefill_ttft_ms": 1e3 * np.array([table.step_s([(n, 0)]) for n in table.new]),
+        "decode_active_kv_tokens": held,
+        "decode_context_length": context,
+        "decode_itl": 1e3 * np.array(decode_s),
     }
 
 
@@ -142,7 +178,7 @@ async def dynamo(
     try:
         for node in emulation.nodes:
             table = folder / f"{node.name}.npz"
-            arrays: Any = step_tables(step_of(node.profile, emulation.dilation))
+            arrays: Any = tables_of(node.profile, emulation.dilation)
             np.savez(table, **arrays)
             ports[node.name] = _small_port()
             link = str(node.h2d_bytes_per_s / emulation.dilation / 1e9)

@@ -7,12 +7,19 @@ import numpy as np
 import pytest
 import xxhash
 
+from kappa.silicon import silicon_table
 from kappa_benchmarks.routing.peers.dynamo import (
     HarnessLoad,
     announcement,
     frontend_options,
 )
-from kappa_benchmarks.routing.peers.dynamo_cluster import CLUSTERS, Emulation, step_of, step_tables
+from kappa_benchmarks.routing.peers.dynamo_cluster import (
+    CLUSTERS,
+    Emulation,
+    step_of,
+    step_tables,
+    tables_of,
+)
 from kappa_benchmarks.routing.peers.dynamo_proxy import apply, block_hashes, tier_events
 from kappa_benchmarks.routing.peers.dynamo_rows import TUNING_SEED, Sent, figures, summary, tuned
 from kappa_benchmarks.routing.peers.routers import PeerError
@@ -79,6 +86,48 @@ def test_a_mockers_table_is_the_catalogues_step_at_the_dilation():
     assert made["prefill_ttft_ms"][0] == pytest.approx(1e3 * least_s, rel=1e-3)
     assert made["decode_itl"].shape == (64, 64)
     assert all(array.dtype == np.float64 for array in made.values())
+
+
+def test_a_mockers_table_of_silicon_is_the_tables_own(tmp_path):
+    name, made = "h100_sxm/llama-3.1-8b/tp1", tmp_path / "node.npz"
+    np.savez(made, **tables_of(name, 2.0))
+    with np.load(made) as data:
+        arrays = {key: data[key] for key in data.files}
+    assert set(arrays) == set(tables_of("h100-pcie5", 1.0))
+    assert all(array.dtype == np.float64 for array in arrays.values())
+    table, host_ms = silicon_table(name), 2.0
+    # Twice as long, with the host's 2 ms a step.
+    isl, ttft_ms = arrays["prefill_isl"], arrays["prefill_ttft_ms"]
+    assert isl.tolist() == table.new.tolist()
+    assert ttft_ms == pytest.approx(2 * (1e3 * table.prefill[:, 0] + host_ms))
+    held, context = arrays["decode_active_kv_tokens"], arrays["decode_context_length"]
+    itl_ms = arrays["decode_itl"]
+    assert itl_ms.shape == (len(held), len(context)) and np.isfinite(itl_ms).all()
+    for row, requests in enumerate(table.batch):
+        for column, each in enumerate(context):
+            if (at := np.flatnonzero(held == requests * each)).size and requests * each <= 1 << 18:
+                of_table_ms = 1e3 * table.decode[row, column]
+                assert itl_ms[at[0], column] == pytest.approx(2 * (of_table_ms + host_ms), rel=1e-6)
+    assert (np.diff(held) > 0).all() and held[-1] == 262_144 and context[-1] == 65_536
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("h100_sxm/llama-3.1-8b/tp2", "no table of silicon named"),
+    ("h100_sxm/qwen3-32b/tp2", "another model than llama-3.1-8b: choose one of its own"),
+])  # fmt: skip
+def test_a_mocker_of_a_table_that_is_not_there_is_refused(name, says):
+    with pytest.raises(ValueError, match=says):
+        tables_of(name, 1.0)
+
+
+def test_mockers_of_silicon_are_announced_by_its_gpus_law():
+    slow, *_ = CLUSTERS["unlike-silicon"]
+    emulation = Emulation(CLUSTERS["unlike-silicon"], dilation=2.0)
+    made, law = announcement(slow, 7, emulation, 1.0), silicon_table(slow.profile).law
+    assert (slow.name, made.node.gpu) == ("0-a100_sxm-5", "A100-SXM4-80GB")
+    assert made.node.silicon == slow.profile and made.node.h2d_bytes_per_s == 2.5e9
+    assert made.step.token_s == pytest.approx(2 * law.token_s)
+    assert made.step.fixed_s == pytest.approx(0.004)
 
 
 def test_a_wrong_prior_is_off_by_its_factor_in_every_constant():
