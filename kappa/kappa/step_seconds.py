@@ -114,6 +114,16 @@ def limit_s(step: Any, most: float, decoding: float, read_s: float) -> float:
 
 
 @compiled
+def least_mixed_s(step: Any, decoding: float) -> float:
+    """What a step takes in which a mixture's prompt is worth the reads that it adds to those of
+    `decoding` requests; 0 for a dense model."""
+    if step.experts_s <= 0:
+        return 0.0
+    own_s, all_s = weights_read_s(step, 1.0, decoding), step.weights_s + step.experts_s
+    return all_s + max(own_s, READS_WORTH * (all_s - own_s)) + step.fixed_s
+
+
+@compiled
 def limited_tokens(
     step: Any, most: float, decoding: float, context_tokens: float, behind_tokens: float,
     late: float,

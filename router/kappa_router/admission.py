@@ -18,11 +18,13 @@ from __future__ import annotations
 import math
 from bisect import bisect, bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, NoReturn
 
 from kappa.slo import ServiceObjective
-from kappa_router.decision import Estimates, RouteRequest
+from kappa_router.decision import Estimates, OverloadedError, RouteRequest
 from kappa_router.fleet import Fleet, Flight
 from kappa_router.ttft import MOST_USE, IdleMedians, bounded_s
 
@@ -193,6 +195,23 @@ def alone_s(row: Any) -> float:
 
 
 # -- recent demand: who goes first when not all can -----------------------------------------------
+
+
+def refuse(
+    each: Sequence[Evaluation], demand: Demand, request: RouteRequest, standing: Standing,
+    limit: RequestLimits, now_s: float,
+) -> NoReturn:  # fmt: skip
+    """Refuse a request that would be late wherever it went, as `each` has it.
+
+    Raises:
+        OverloadedError: with the seconds after which the client should come again.
+    """
+    demand.evaluated(now_s, request, standing, limit.slack_s, admitted=False)
+    soonest = min(each, key=attrgetter("wait_s"))
+    raise OverloadedError(
+        f"the cluster is full: {soonest.why}{standing.words}",
+        demand.come_back_s(now_s, soonest.wait_s),
+    )
 
 
 class _Evaluated(NamedTuple):

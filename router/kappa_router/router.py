@@ -9,13 +9,12 @@ ready, a policy picks one, admission may refuse it, and its work is reserved the
 from __future__ import annotations
 
 from dataclasses import replace
-from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kappa_router import ttft
-from kappa_router.admission import alone_s, delay_s, evaluate, limits
+from kappa_router.admission import alone_s, delay_s, evaluate, limits, refuse
 from kappa_router.config import RouterConfig
 from kappa_router.decision import (
     NO_HASHES,
@@ -23,7 +22,6 @@ from kappa_router.decision import (
     Estimates,
     Held,
     NoWorkerError,
-    OverloadedError,
     PricedPrompt,
     RouteRequest,
     Slots,
@@ -140,12 +138,7 @@ class Router(Pool):
             rows = (at,) if steered else range(len(estimates))
             each = [evaluate(self.fleet, estimates, i, *known) for i in rows]
             if all(one.rejected for one in each):
-                demand.evaluated(now_s, request, standing, limit.slack_s, admitted=False)
-                soonest = min(each, key=attrgetter("wait_s"))
-                raise OverloadedError(
-                    f"the cluster is full: {soonest.why}{standing.words}",
-                    demand.come_back_s(now_s, soonest.wait_s),
-                )
+                refuse(each, demand, request, standing, limit, now_s)
             late = {w for w, one in zip(estimates.workers, each, strict=True) if one.rejected}
             decision = self.explain(replace(request, exclude=request.exclude | late), now_s)
             at = estimates.workers.index(decision.worker)

@@ -86,12 +86,9 @@ def bounded_s(workers: Workers, slot: int) -> float:
     read_s, fixed_s = worker.decode_context_tokens * worker.context_token_s, worker.fixed_s
     limit_s = step_seconds.limit_s(worker, worker.step_factor, worker.decoding, read_s)
     # Whole tiles are computed, and a mixture's reads made worth it, whatever they take.
-    tiles = worker.decoding // step_seconds.TILE_TOKENS + 1
-    tiles_s = tiles * step_seconds.TILE_TOKENS * worker.token_s
-    own_s = step_seconds.weights_read_s(worker, 1.0, worker.decoding)
-    added_s = worker.weights_s + worker.experts_s - own_s
-    mixed_s = own_s + added_s + max(own_s, step_seconds.READS_WORTH * added_s)
-    return max(limit_s, tiles_s + fixed_s, mixed_s + fixed_s if worker.experts_s > 0 else 0.0)
+    tokens = (worker.decoding // step_seconds.TILE_TOKENS + 1) * step_seconds.TILE_TOKENS
+    mixed_s = step_seconds.least_mixed_s(worker, worker.decoding)
+    return max(limit_s, tokens * worker.token_s + fixed_s, mixed_s)
 
 
 @compiled

@@ -124,7 +124,7 @@ def test_a_kv_dtype_that_cannot_be_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*REQUEST, "--kv-dtype", "fp8", "--rates", str(rates)])
     assert (result.exit_code, "drop --kv-dtype" in result.output.replace("\n", " ")) == (2, True)
     result = CliRunner().invoke(app, [*REQUEST, "--tp", "2", "--rates", str(rates)])
-    assert (result.exit_code, "drop --tp" in result.output.replace("\n", " ")) == (2, True)
+    assert (result.exit_code, "and --tp" in result.output.replace("\n", " ")) == (2, True)
 
 
 def test_explain_one_node_json() -> None:

@@ -128,6 +128,11 @@ Silicon = Annotated[
 ]
 
 
+Gpus = Annotated[
+    int, typer.Option(min=1, help="GPUs of each node that work as one (tensor parallel).")
+]
+
+
 def explain(
     model: Annotated[str, typer.Option("--model", help="Built-in name or config.json.")],
     cached: Annotated[int, typer.Option("--cached", min=0, help="Tokens in the host tier.")],
@@ -149,9 +154,7 @@ def explain(
     ] = 0.0,
     activations: Annotated[bool, typer.Option(help="Activations are stored beside the KV.")] = True,
     silicon: Silicon = None,
-    tp: Annotated[
-        int, typer.Option(min=1, help="GPUs of each node that work as one (tensor parallel).")
-    ] = 1,
+    tp: Gpus = 1,
     kv_dtype: KvDtype = "auto",
     json_output: Json = False,
 ) -> None:
@@ -165,24 +168,18 @@ def explain(
     names, costs, plans = [], [], []
     with bad_parameter():
         if rates is not None and (kv_dtype != "auto" or tp > 1):
-            dropped = "--kv-dtype" if kv_dtype != "auto" else "--tp"
-            raise ValueError(f"{rates} holds rates of what was measured: drop {dropped}")
+            raise ValueError(f"{rates} holds rates of what was measured: drop --kv-dtype and --tp")
         shape = _noted_shape(model, kv_dtype)
         real = silicon_cost(counts, shape, silicon) if silicon else None
         for profile in (node_profile(name).times(tp) for name in node or DEMO_NODES):
             if note := _too_large(shape, profile):
                 warn(note)
             found = rates_from_measured(rates) if rates else _rates(shape, profile, cpu_gbps)
-            step = decoding(found, cached + new, block_tokens)
-            if rates is None:
-                # Of MLA's two forms of attention a prompt may take the other than decoding.
-                found = replace(found, step=cost.step_model(shape, profile, new, cached))
-            ways = alternatives(
-                found, counts, block_tokens=block_tokens, room_tokens=room, activations=activations
-            )
+            # Of MLA's two forms of attention a prompt may take the other than decoding.
+            prompt = None if rates else cost.step_model(shape, profile, new, cached)
             names.append(profile.name + (f" tp{tp}" if tp > 1 else ""))
             costs.append(request_cost(counts, shape, profile))
-            plans.append({"plans": [way.to_dict() for way in ways], "decoding": step})
+            plans.append(_planned(found, prompt, counts, (block_tokens, room, activations)))
     if json_output:
         nodes = [{"node": n, **c, **p} for n, c, p in zip(names, costs, plans, strict=True)]
         whole = {**costs[0], **plans[0]} if len(nodes) == 1 else {"nodes": nodes}
@@ -206,6 +203,24 @@ def _noted_shape(model: str, kv_dtype: str) -> ModelShape:
     ):
         warn(note)
     return shape
+
+
+def _planned(
+    found: PlanRates, prompt: cost.StepModel | None, counts: TokenCounts,
+    how: tuple[int, int | None, bool],
+) -> dict[str, Any]:  # fmt: skip
+    """Every load plan of a request, and what a decoding step behind it takes.
+
+    prompt: the step's constants of its prompt, if they are others; how: tokens of a block, tokens
+    of the device that it may take (None: all), and whether activations are stored.
+    """
+    block_tokens, room, activations = how
+    step = decoding(found, counts.cached_tokens + counts.new_tokens, block_tokens)
+    ways = alternatives(
+        found if prompt is None else replace(found, step=prompt), counts,
+        block_tokens=block_tokens, room_tokens=room, activations=activations,
+    )  # fmt: skip
+    return {"plans": [way.to_dict() for way in ways], "decoding": step}
 
 
 def _too_large(shape: ModelShape, profile: NodeProfile) -> str:
