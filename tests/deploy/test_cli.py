@@ -179,7 +179,7 @@ def test_node_of_silicon_has_the_tables_gpus_and_its_own_link():
     (node,) = pool_nodes(settings, settings.all_pools[0])
     assert (node.silicon, node.gpus, node.gpu) == (table, 4, "H100-SXM5-80GB")
     # Four GPUs of the profile's link each, as `placement.gpus` would have it.
-    assert node.h2d_bytes_per_s == 4 * 450e9
+    assert node.h2d_bytes_per_s == 4 * 342e9
     assert (node.source, node.dilation) == ("paced", settings.dilation)
 
 

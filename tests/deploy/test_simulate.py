@@ -50,13 +50,6 @@ def test_more_nodes_of_the_same_mix():
     assert len(json.loads(done.stdout)["nodes"]) == 9
 
 
-def test_parts_that_a_table_does_not_reach_are_named(tmp_path):
-    (path := tmp_path / "c.yaml").write_text("- {kind: h100, silicon: h100_sxm/llama-3.1-8b/tp1}")
-    done = invoke(*SMALL, "--cluster", str(path), "--trace", "narrativeqa", "--json")
-    assert done.exit_code == 0, done.stderr
-    assert "tp1 does not reach as far: attention of those that decode continued" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -120,7 +120,7 @@ ON_NODES = [
     ("rates", {"calibration__compute_scale": 0.3}, "fail", "a loads x1.2, steps x0.3"),
     ("rates", {"measured__step": {"r2": 0.9}}, "warn", "a step fit R² 0.9"),
     ("rates", {"measured": {}}, "pass", "a loads x1.2, steps x0.9"),
-    ("priors", {"profile__h2d_bytes_per_s": 6.3e9}, "warn", "a h2d_bytes 10%"),
+    ("priors", {"profile__h2d_bytes_per_s": 5.4e9}, "warn", "a h2d_bytes 10%"),
     ("priors", {"profile__flops_per_s": 1200e12}, "warn", "a flops 121%"),
     ("priors", {"profile__source": "paced"}, "skip", "no measured worker"),
     ("profile", {"profile_error": "no time"}, "warn", "1 of 1: a: no time"),
