@@ -95,7 +95,7 @@ async def test_index_equals_the_worker_after_network_faults(fault):
     engine = Engine(f"{sockets}-kv")
     stream = ReportStream("w", "127.0.0.1", f"{sockets}-stats", f"{sockets}-kv")
     stream.start()
-    proxy = Proxy(stream.events_endpoint, fault, seed=5)
+    proxy = Proxy(stream.events_endpoint, "none", seed=5)
     hasher, gaps = PrefixHasher(BLOCK, secret=9), Counter()
     index = PrefixIndex(hasher, 10_000)
     listener = SimpleNamespace(
@@ -111,7 +111,7 @@ async def test_index_equals_the_worker_after_network_faults(fault):
         snapshot_endpoint=stream.snapshot_endpoint,
     )  # fmt: skip
     subscriber = KVSubscriber(announced, listener)
-    names = [hasher.prefix_hashes(np.arange(k * 10, k * 10 + BLOCK)) for k in range(_BATCHES)]
+    names = [hasher.prefix_hashes(np.arange(k * 10, k * 10 + BLOCK)) for k in range(_BATCHES + 1)]
 
     def known():
         return {
@@ -119,7 +119,12 @@ async def test_index_equals_the_worker_after_network_faults(fault):
         }
 
     try:
-        await asyncio.sleep(0.5)  # both connections stand
+        # What is published before both connections stand is lost, and found by the next message.
+        await asyncio.sleep(0.5)
+        engine.store(_BATCHES)
+        await until(known)
+        gaps.clear()
+        proxy.fault = fault
         rng = np.random.default_rng(1)
         for number in range(_BATCHES):
             if engine.held and rng.random() < 0.4:

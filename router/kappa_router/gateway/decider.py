@@ -201,8 +201,10 @@ class Decider(Generic[F]):
         servers = dict.fromkeys((decision.worker, *scene.others(flight, request)))
         reached = [worker for worker in servers if scene.address(worker)]
         known = decision.priced.prefix_hashes if decision.informed else None
-        # Its tokens were needed once, and may be megabytes.
-        kept = replace(request, token_ids=None, prefix_hashes=known, prompt_tokens=request.tokens)
+        kept = replace(request, prefix_hashes=known, prompt_tokens=request.tokens)
+        if not self._live.recorded:
+            # Its tokens were needed once, and may be megabytes.
+            kept = replace(kept, token_ids=None)
         return Aloft(
             asked.request_id, asked.tenant, lease, flight, kept, reached[:_MOST_SERVERS],
             time.monotonic(), asked.digest, anthropic=asked.path in MESSAGES_PATHS,

@@ -103,6 +103,11 @@ class LiveRouter:
             raise ValueError("router.record is on, whose log replays under one policy: turn it off")
         self.router.config = replace(self.router.config, policy=policy)
 
+    @property
+    def recorded(self) -> bool:
+        """Whether decisions are written to a log, which replays what it has the tokens of."""
+        return self._record is not None
+
     async def close(self) -> None:
         await self.members.close()
         if self._record is not None:

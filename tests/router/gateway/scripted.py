@@ -32,7 +32,7 @@ class ScriptedScene:
 
     priced, passed = frozenset((CHAT, "/v1/messages")), frozenset((EMBEDDINGS,))
 
-    def __init__(self, workers):
+    def __init__(self, workers, record=None):
         self.workers, self.dead, self.ends, self.moves = workers, set(), [], []
         self.overs, self.refusals = [], []
         self.hold, self.via, self.patience = asyncio.Event(), "", math.inf
@@ -40,7 +40,7 @@ class ScriptedScene:
         registry = ReplicaRegistry()
         rule = MembershipRule(follow=lambda announced, listener: Followed())
         config = RouterConfig(policy=policy_named("ttft"), secret=7, stale_after_s=1e9)
-        self.live = LiveRouter(config, None, rule, registry=registry)
+        self.live = LiveRouter(config, record, rule, registry=registry)
         registry.publish("d", {one: announcement(one).to_dict() for one in workers})
 
     async def read(self, asked):
@@ -92,9 +92,9 @@ class ScriptedScene:
 
 
 @asynccontextmanager
-async def deciding(*workers, access=None, **rule):
+async def deciding(*workers, access=None, record=None, **rule):
     """A decider before these workers: itself, its scene, its door, and ways to use it."""
-    scene = ScriptedScene(workers or ("a", "b"))
+    scene = ScriptedScene(workers or ("a", "b"), record)
     door = Door(access or Access())
     decider = Decider(scene, door, DeciderRule(**rule))
     while len(scene.live.router.workers) < len(scene.workers):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,8 @@ from kappa_router.gateway import flights
 from kappa_router.gateway.authz import Go, Inquiry, Refuse
 from kappa_router.gateway.decider import content_digest
 from kappa_router.gateway.scene import Asked
+from kappa_router.recording import replay
+from kappa_router.router import Router
 from tests.router.building import tenants_of
 from tests.router.gateway.scripted import CHAT, EMBEDDINGS, deciding, end
 from tests.router.patience import until
@@ -419,6 +422,18 @@ async def test_request_that_a_server_did_not_take_goes_to_the_next():
         here.flights.ended(end("r", upstream=at, events=1, tail=b""))
         assert here.scene.ends[1:] == [(second, "done")] and idle(here)
         assert not here.live.members.blocked().failing
+
+
+async def test_log_of_a_second_attempt_replays_to_its_decision(tmp_path):
+    log = tmp_path / "log.jsonl"
+    async with deciding(record=str(log)) as here:
+        first, _ = await asked(here)
+        here.flights.failed(end("r", 0, REFUSED, here.scene.address(first)))
+        assert isinstance(await here.flights.again("r", 2), Go)
+        config = here.live.router.config
+    entries = map(json.loads, log.read_text().splitlines())
+    pairs = replay(entries, Router(replace(config, secret=1)))
+    assert len(pairs) == 2 and all(then == now for then, now in pairs)
 
 
 async def test_failure_that_is_logged_late_is_waited_for():
