@@ -359,12 +359,6 @@ def compute_s(
     return step.work_s(chunk_work(tokens, context_tokens))
 
 
-def ttft_s(shape: ModelShape, node: NodeProfile, cached_tokens: float, new_tokens: float) -> float:
-    """Idle seconds to first token (paper 001, Eq. 3): the load, then one step."""
-    loading_s = load_s(shape, node, cached_tokens)
-    return loading_s + compute_s(shape, node, new_tokens, cached_tokens)
-
-
 def bound(loading_s: float, computing_s: float) -> Bound:
     """What bounds a request: `memory` if loading takes as long as computing, or longer."""
     return "memory" if loading_s >= computing_s else "compute"
@@ -388,6 +382,11 @@ class IdleCost(NamedTuple):
     compute_s: float
     kappa_crit: float
     bound: Bound
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first token (paper 001, Eq. 3): the load, then the step."""
+        return self.load_s + self.compute_s
 
 
 def idle_cost(counts: TokenCounts, shape: ModelShape, node: NodeProfile) -> IdleCost:

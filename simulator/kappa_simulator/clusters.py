@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kappa.checks import unknown_name
 from kappa.cost import StepModel, batch_work, loading_node, step_model
-from kappa.hardware import NodeProfile
+from kappa.hardware import CATALOGUE, NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.silicon import SiliconTable, silicon_figures, silicon_of
 from kappa_scheduler.config import FairConfig, LinkRates
@@ -217,9 +217,9 @@ _BUILT_IN: dict[str, tuple[tuple[str, int], ...]] = {
     "uniform": (("h100", 16),),
 }
 
-_GRACE = {"h2d_bytes_per_s": 172e9, "d2h_bytes_per_s": 183e9}
+_GRACE = {n: getattr(CATALOGUE["gb200-c2c"], n) for n in ("h2d_bytes_per_s", "d2h_bytes_per_s")}
 # The host of each system's GPUs: that of a kind above, with its watts; a Grace has two GPUs, taken
-# to load at once (169 to 175 GB/s each in, 182 to 184 out, Megatron-LM issue 6491).
+# to load at once, as the catalogue's do.
 _HOSTS: dict[str, tuple[str, float, dict[str, float]]] = {
     "gb200": ("gh200", 1200.0, _GRACE),
     "h200_sxm": ("h100", 700.0, {}),

@@ -63,6 +63,7 @@ def with_options(model: type) -> Callable[[Callable[..., None]], Callable[..., N
             for f in ours
         ]
         signature = inspect.Signature([*fields, *(p.replace(kind=kind) for p in own)])
+        # Typer reads the attribute, which mypy does not know of functions.
         command.__signature__ = signature  # type: ignore[attr-defined]
         return command
 

@@ -264,7 +264,7 @@ def request_cost(counts: TokenCounts, shape: ModelShape, node: NodeProfile) -> d
         "kappa_crit": idle.kappa_crit,
         "kappa_eff": effective if math.isfinite(effective) else None,
         "bound": idle.bound,
-        "ttft_s": idle.load_s + idle.compute_s,
+        "ttft_s": idle.ttft_s,
         "load_s": idle.load_s,
         "compute_s": idle.compute_s,
         "plan": "load",
