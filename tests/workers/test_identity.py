@@ -161,7 +161,7 @@ def test_engine_request_is_empty_for_paced_and_torch_engines() -> None:
     assert dataclasses.replace(real, kind="torch").engine_request(0) == {}
 
 
-def test_catalogues_link_is_announced_as_this_models_copies_reach_it() -> None:
+def test_catalogue_link_is_announced_as_copies_reach_it() -> None:
     # Blocks of 32 tokens: of Llama-3.1-8B, which is emulated, 131,072 bytes of a layer; of
     # Qwen2.5-7B, which runs, 2,048 a token, half of them. √((n / 54 GB/s)² + 0.5²) us each.
     h100 = node_profile("h100-pcie5")

@@ -88,23 +88,23 @@ def test_the_mean_of_the_seeds_decides():
         assert held[0]["rate_rps"] <= load < failed[0]["rate_rps"] < held[0]["rate_rps"] * 1.021
 
 
-def test_ours_is_compared_with_the_best_policy_that_is_not_ours():
-    rates = {"priced": 9.0, "priced_fetch": 20.0, "ttft": 12.0, "llm_d": 10.0, "sticky": 8.0}
-    rows = [
+def compared(rates):
+    """What is against what, of policies with these capacities in one place."""
+    return capacity.against([
         {"trace": "a", "cluster": "small", "policy": policy, "capacity_rps": rps}
         for policy, rps in rates.items()
-    ]
-    (found,) = capacity.against(rows)
+    ])  # fmt: skip
+
+
+def test_ours_is_compared_with_the_best_policy_that_is_not_ours():
+    rates = {"priced": 9.0, "priced_fetch": 20.0, "ttft": 12.0, "llm_d": 10.0, "sticky": 8.0}
+    (found,) = compared(rates)
     assert found["peer"] == "llm_d" and found["ratio"] == pytest.approx(0.9)
 
 
 def test_our_rule_is_compared_on_like_nodes_and_on_stock_ones():
     rates = {"priced": 9.0, "llm_d": 10.0, "priced@fair": 14.0, "llm_d@fair": 12.0}
-    rows = [
-        {"trace": "a", "cluster": "small", "policy": policy, "capacity_rps": rps}
-        for policy, rps in rates.items()
-    ]
-    found = {(one["policy"], one["peer"]): one["ratio"] for one in capacity.against(rows)}
+    found = {(one["policy"], one["peer"]): one["ratio"] for one in compared(rates)}
     assert found == {
         ("priced", "llm_d"): pytest.approx(0.9),
         ("priced@fair", "llm_d@fair"): pytest.approx(14 / 12),
@@ -117,11 +117,7 @@ def test_our_rule_is_compared_with_the_best_other_rule():
         "priced": 9.0, "llm_d": 10.0, "priced@fair": 14.0, "priced@p_pas": 20.0,
         "llm_d@budget_512": 16.0, "lmetric@p_pas": 15.0,
     }  # fmt: skip
-    rows = [
-        {"trace": "a", "cluster": "small", "policy": policy, "capacity_rps": rps}
-        for policy, rps in rates.items()
-    ]
-    found = {(one["policy"], one["peer"]): one["ratio"] for one in capacity.against(rows)}
+    found = {(one["policy"], one["peer"]): one["ratio"] for one in compared(rates)}
     assert found == {
         ("priced", "llm_d"): pytest.approx(0.9),
         ("priced@fair", "llm_d@budget_512"): pytest.approx(14 / 16),
