@@ -218,17 +218,23 @@ def test_where_nobody_answers_the_command_says_so():
     assert done.exit_code == 1 and "give --url and --key" in done.stderr
 
 
-def decider(expected, found, told=True):
-    """A decider that expects and finds these tokens, and knows of the prompt if `told`."""
-    sent, ids = [], []
+def decider(expected, found, told=True, late=0):
+    """A decider that expects and finds these tokens, and knows of the prompt if `told`; of what
+    the second node computed after so many questions more."""
+    sent, ids, asked = [], [], []
 
     def answer(request):
         match request.url.path:
             case "/v1/models":
                 return httpx.Response(200, json={"data": [{"id": "m"}]})
             case "/v1/route":
-                counts = {"device_tokens": expected if told else 0, "cached_tokens": 0}
-                return httpx.Response(200, json={"candidates": [counts]})
+                asked.append(len(sent))
+                known = {"a": told, "b": told and asked.count(2) > late}
+                counts = [
+                    {"node": node, "device_tokens": expected * known[node], "cached_tokens": 0}
+                    for node in known
+                ]
+                return httpx.Response(200, json={"candidates": counts})
             case "/v1/chat/completions":
                 sent.append(json.loads(request.content)["messages"])
                 ids.append(request.headers.get("x-request-id"))
@@ -236,9 +242,11 @@ def decider(expected, found, told=True):
                 return httpx.Response(200, json={"usage": usage})
             case path if path == f"/v1/decisions/{ids[-1]}":
                 counts = {"device_tokens": expected - 16, "cached_tokens": 16}
-                return httpx.Response(200, json={"predicted": counts})
+                return httpx.Response(200, json={"node": "b", "predicted": counts})
 
-    return httpx.Client(transport=httpx.MockTransport(answer), base_url="http://x"), sent
+    client = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://x")
+    client.asked = asked
+    return client, sent
 
 
 def test_a_prompt_is_sent_twice_and_both_counts_are_compared():
@@ -249,6 +257,12 @@ def test_a_prompt_is_sent_twice_and_both_counts_are_compared():
     other, again = decider(96, 96)
     send_twice(other, [NODE])
     assert again[0] != first, "no earlier run may have left it in the cache"
+
+
+def test_a_probe_waits_for_the_events_of_both_workers():
+    client, _ = decider(96, 80, late=3)
+    send_twice(client, [NODE])
+    assert client.asked == [1, 2, 2, 2, 2]
 
 
 def test_a_prompt_of_which_no_event_tells_is_a_fault(monkeypatch):
