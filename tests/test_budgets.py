@@ -81,9 +81,9 @@ def closure(start: str) -> set[str]:
 @pytest.mark.parametrize(
     ("packages", "most"),
     [
-        (PRODUCT, 45_426),  # goal: 37,000
+        (PRODUCT, 45_498),  # goal: 37,000
         (("benchmarks",), 10_610),  # goal: 9,000
-        (("tests",), 52_360),  # goal: 40,000
+        (("tests",), 52_421),  # goal: 40,000
     ],
 )
 def test_code_lines_stay_within_budget(packages, most):
@@ -98,8 +98,8 @@ def test_code_lines_counts_neither_docstring_nor_comment():
 @pytest.mark.parametrize(
     ("module", "most"),
     [
-        ("kappa_router.router", 27),
-        ("kappa_router.api.request_path", 60),  # goal: 40
+        ("kappa_router.router", 28),
+        ("kappa_router.api.request_path", 61),  # goal: 40
         ("kappa_engine.llm_engine", 49),
     ],
 )

@@ -212,8 +212,8 @@ class StepModel:
 STEP_SECONDS = tuple(each.name for each in fields(StepModel) if each.name.endswith("_s"))
 """Constants of a step that are seconds; the others are shares, and the dilation."""
 
-# A prompt is on the way to be late once it took so many times its own computing, or so long.
-_LATE_FACTOR, _LATE_S = 2.5, 0.25
+# A prompt is on the way to be late once it took so many times its own computing, or `LATE_S`.
+_LATE_FACTOR = 2.5
 
 
 class StepLimit(NamedTuple):
@@ -250,7 +250,7 @@ class StepLimit(NamedTuple):
         own_s = _computing_s(
             prompt_tokens, _chunk_pairs(prompt_tokens, 0), token_s, self.step.pair_s
         )
-        return waited_s / (max(_LATE_S, _LATE_FACTOR * own_s) * self.step.dilation)
+        return waited_s / (max(step_seconds.LATE_S, _LATE_FACTOR * own_s) * self.step.dilation)
 
 
 def step_model(

@@ -30,6 +30,8 @@ TILE_TOKENS = 128
 """GEMMs compute whole tiles of tokens."""
 READS_WORTH = 0.9
 """Products of a prompt in a step last at least this multiple of the experts' reads that it adds."""
+LATE_S = 0.25
+"""A short prompt that waited for so long is on the way to be late, and gets more of each step."""
 FACTORS = 14
 """How many sizes of a step, 1, 2, 4, ... tokens, have a factor of their own."""
 

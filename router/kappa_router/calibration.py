@@ -324,6 +324,7 @@ class Calibration:
             capacity_tokens=(announced.device_blocks - 1) * announced.block_tokens,
             packs=announced.packs,
             step_factor=announced.step_factor,
+            max_sequences=announced.max_sequences,
             factors=tuple(theta[len(constants) :].tolist()),
         )
         self.overhead_s = min(constants[7], _MOST_OVERHEAD_S)

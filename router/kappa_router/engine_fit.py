@@ -98,6 +98,8 @@ class EngineSpeed:
     # Logarithms of the seconds of a step of 1, 2, 4, ... tokens over those of `step`; empty: equal.
     factors: tuple[float, ...] = ()
     step_factor: float = 0.0
+    # Requests that run at a time; 0: not known.
+    max_sequences: int = 0
 
     def step_s(self, work: Sequence[tuple[float, float]]) -> float:
         """Real seconds of one step."""

@@ -2,10 +2,10 @@
 
 It replays, in closed form where it can, what a scheduler with chunked prefill does with the
 requests that were sent there: loads queue on the link, prompts share the step's token budget,
-decoding requests take a token each, blocks bound how many run. First come, first served; but an
-engine that packs goes on past one that does not fit, and queues no load behind a busy link. Tenants
-and starving requests are not forecast. Reports and first tokens correct it. When one more request
-would have its first token is found by running a copy forward.
+decoding requests take a token each, blocks and `max_sequences` bound how many run. First come,
+first served; but an engine that packs goes on past one that does not fit, and queues no load behind
+a busy link. Tenants and starving requests are not forecast. Reports and first tokens correct it.
+When one more request would have its first token is found by running a copy forward.
 
 Pure: every method takes the time; the clock is real seconds (dilated on a paced node).
 """
@@ -341,7 +341,10 @@ class EngineQueue:
         budget = self.speed.budget_tokens
         budget -= sum([max(job.new_tokens, 1) for job in self._runnable(admitted)])
         packs, capacity = self.speed.packs, self.speed.capacity_tokens
+        places = (self.speed.max_sequences or _MANY) - len(admitted)
         for job in waiting:
+            if places <= 0:
+                break
             fits = not held or held + job.footprint_tokens <= capacity
             if packs and job.loads:
                 fits = fits and self._link_free_s <= self._now_s
@@ -349,6 +352,7 @@ class EngineQueue:
                 fits = False
             if fits:
                 held += job.footprint_tokens
+                places -= 1
                 self._admit_at(job, self._now_s)
                 if not job.loads:
                     budget -= job.new_tokens

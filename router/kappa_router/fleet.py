@@ -17,7 +17,7 @@ from kappa.cost import STEP_SECONDS
 from kappa.hardware import NodeProfile
 from kappa.protocol import Announcement
 from kappa.slo import OBJECTIVE, ServiceObjective
-from kappa_router import ttft
+from kappa_router import reservations, ttft
 from kappa_router.decision import (
     ESTIMATE,
     Estimates,
@@ -127,11 +127,11 @@ class Fleet:
         ttft.bounded_s(records, 0)
         row = np.zeros(1, dtype=estimates.rows.dtype)
         ttft.median_idle(records, np.zeros(1, dtype=np.intp), row, 1.0)
-        ttft.reserve(records, 0, row, 0, 0.0, USE_WINDOW_S)
-        ttft.correct(records, 0, (0, 0, 0, 0), (0.0, 0.0, 0), True)
-        ttft.finish_prompt(records, 0, (0.0, 0.0, 0), 0.0)
-        ttft.decode(records, 0, 0, 0)
-        ttft.depart(records, 0, 0, 0.0)
+        reservations.reserve(records, 0, row, 0, 0.0, USE_WINDOW_S)
+        reservations.correct(records, 0, (0, 0, 0, 0), (0.0, 0.0, 0), True)
+        reservations.finish_prompt(records, 0, (0.0, 0.0, 0), 0.0)
+        reservations.decode(records, 0, 0, 0, 0.0, USE_WINDOW_S)
+        reservations.depart(records, 0, 0)
 
     # -- workers ------------------------------------------------------------------------------
 
@@ -193,7 +193,9 @@ class Fleet:
             overhead_s=overhead_s,
             **certainty._asdict(),
         )
-        ttft.decode(self.records, self._slots[worker], 0, 0)
+        slot = self._slots[worker]
+        now_s = float(self.records["spent_at_s"][slot])
+        reservations.decode(self.records, slot, 0, 0, now_s, USE_WINDOW_S)
 
     def reported(
         self, worker: str, now_s: float, spare_tokens: float, net_tokens_per_s: float = 0.0
@@ -233,7 +235,9 @@ class Fleet:
             int(row.new_tokens), estimates.prompt_tokens,
         )  # fmt: skip
         flight.host_tokens, flight.disk_tokens = int(row.cached_tokens), int(row.disk_tokens)
-        flight.beside = ttft.reserve(self.records, slot, estimates.rows, index, now_s, USE_WINDOW_S)
+        flight.beside = reservations.reserve(
+            self.records, slot, estimates.rows, index, now_s, USE_WINDOW_S
+        )
         self._prompts[slot][request_id] = flight
         if estimates.fetch_from:
             flight.fetch_tokens = row.fetch_tokens
@@ -256,7 +260,7 @@ class Fleet:
         first = next(iter(self._prompts[slot].values())) is flight
         context_tokens = flight.prompt_tokens - new_tokens
         found = host_tokens, new_tokens, context_tokens, disk_tokens
-        flight.link_s, flight.gpu_s = ttft.correct(self.records, slot, found, before, first)
+        flight.link_s, flight.gpu_s = reservations.correct(self.records, slot, found, before, first)
         flight.new_tokens = new_tokens
 
     def prefilled(self, flight: Flight, now_s: float) -> None:
@@ -264,21 +268,25 @@ class Fleet:
         if not flight.prefilled:
             self._finish_prompt(flight, now_s)
             flight.prefilled = True
-            ttft.decode(self.records, flight.slot, 1, flight.prompt_tokens)
+            self._decode(flight, 1, now_s)
 
     def release(self, flight: Flight, now_s: float) -> None:
         if flight.prefilled:
-            ttft.decode(self.records, flight.slot, -1, -flight.prompt_tokens)
+            self._decode(flight, -1, now_s)
         else:
             self._finish_prompt(flight, now_s)
-        ttft.depart(self.records, flight.slot, flight.prompt_tokens, flight.gpu_s)
+        reservations.depart(self.records, flight.slot, flight.prompt_tokens)
+
+    def _decode(self, flight: Flight, more: int, now_s: float) -> None:
+        tokens = more * flight.prompt_tokens
+        reservations.decode(self.records, flight.slot, more, tokens, now_s, USE_WINDOW_S)
 
     def _finish_prompt(self, flight: Flight, now_s: float) -> None:
         slot, prompts = flight.slot, self._prompts[flight.slot]
         first = next(iter(prompts.values())) is flight
         del prompts[flight.request_id]
         done = flight.link_s, flight.gpu_s, flight.new_tokens
-        ttft.finish_prompt(self.records, slot, done, now_s)
+        reservations.finish_prompt(self.records, slot, done, now_s)
         if flight.fetch_tokens:
             promised = self.records["promised_tokens"]
             promised[slot] = max(promised[slot] - flight.fetch_tokens, 0.0)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kappa import step_seconds
 from kappa.compiled import compiled
 from kappa_router.decision import Floats, Slots
+from kappa_router.reservations import Rows, Workers, fade, spent
 
 # One worker's record; all are floats.
 _IDENTITY = (
@@ -27,29 +28,33 @@ _IDENTITY = (
     "seen_s", "compute_sd", "link_sd", "overhead_sd_s", "ttft_sd",
 )  # fmt: skip
 # Reserved and not done, on link and gpu: since when, and how much, the engine computes at the head
-# of its queue; requests and tokens by state; gpu seconds of the prompts of all in flight, computed
-# or not; recent use, as of `used_s`; the network card; the host tier's room, and what of it is
-# promised to fetches; `factor` of a step of those that decode, and of one with one more, with its
-# weight reads: kept, since logarithms and powers are most of what a price costs.
+# of its queue; requests and tokens by state; recent use, as of `used_s`, and how much of its window
+# is known; the network card; the host tier's room, and what of it is promised to fetches; recent
+# seconds of decoding, and how many requests ended; `factor` of a step of those that decode, and of
+# one with one more, with its weight reads: kept, since logarithms and powers are most of what a
+# price costs.
 _LOAD = (
     "link_reserved_s", "link_free_s", "gpu_reserved_s", "gpu_since_s", "gpu_head_s", "in_flight",
-    "waiting", "queued_tokens", "resident_tokens", "decoding", "decode_context_tokens", "prompts_s",
-    "gpu_use", "loads_per_s", "prefills_per_s", "used_s", "net_free_s",
-    "spare_tokens", "promised_tokens", "decoding_factor", "one_more_factor", "one_more_weights_s",
+    "waiting", "queued_tokens", "resident_tokens", "decoding", "decode_context_tokens", "gpu_use",
+    "loads_per_s", "prefills_per_s", "used_s", "use_known", "net_free_s", "spare_tokens",
+    "promised_tokens", "spent_s", "ends", "spent_at_s", "decoding_factor", "one_more_factor",
+    "one_more_weights_s",
 )  # fmt: skip
 # `factors`: as `kappa_router.engine_fit.EngineSpeed` has them.
 _FIGURES = tuple((name, np.float64) for name in (*_IDENTITY, *_LOAD))
 WORKER = np.dtype([*_FIGURES, ("factors", np.float64, step_seconds.FACTORS)])
 
 MOST_USE = 0.95
+# The least share of the window of recent use that it is taken to be known for.
+LEAST_KNOWN = 0.1
 # Of what the objective allows a first token, the wait above which later ones count less: a share
-# that simulation chose, not derived (docs/adr/0005).
+# that simulation chose, not derived (docs/adr/0005); as are the two below (docs/adr/0179).
 MOST_WAIT = 0.5
+# Of the seconds that a prompt computes, how many hold up those that decode in bounded steps.
+BOUNDED_SHARE = 0.25
+# How surely a request that is predicted to be late will be: at its first token, at later ones.
+LATE_POWERS = 4.0, 8.0
 
-Workers = NDArray[np.void]
-Rows = NDArray[np.void]
-Prompt = tuple[float, float, int]
-"""What a prompt put on its worker: seconds of link and gpu, tokens to compute."""
 Slo = tuple[float, float, float, float]
 """As `kappa.slo.ServiceObjective`."""
 
@@ -92,11 +97,14 @@ def bounded_s(workers: Workers, slot: int) -> float:
 
 
 @compiled
-def chunk_tokens(worker: Any, decoding: float, decode_context: float, behind: float) -> float:
+def chunk_tokens(
+    worker: Any, decoding: float, decode_context: float, behind: float, waited_s: float
+) -> float:
     """Most tokens of a prompt in a step: the budget, or what `kappa.cost.StepLimit` leaves beside
-    those that decode, for a prompt that has not waited."""
+    those that decode, for a short prompt that has waited."""
+    late = max(waited_s / (step_seconds.LATE_S * worker.dilation), 1.0)
     most = step_seconds.limited_tokens(
-        worker, worker.step_factor, decoding, decode_context, behind, 1.0
+        worker, worker.step_factor, decoding, decode_context, behind, late
     )
     if math.isinf(most):
         return worker.budget_tokens
@@ -114,7 +122,7 @@ def prefill_s(
     """
     new = prompt_tokens - held_tokens
     behind_tokens = held_tokens + 0.5 * new
-    steps = np.ceil(new / chunk_tokens(worker, decoding, decode_context, behind_tokens))
+    steps = np.ceil(new / chunk_tokens(worker, decoding, decode_context, behind_tokens, 0.0))
     token_s = worker.token_s + worker.comm_token_s
     work_s = step_seconds.computing_s(new, new * behind_tokens, token_s, worker.pair_s)
     tokens, pairs = new + steps * decoding, new * behind_tokens + steps * decode_context
@@ -143,6 +151,19 @@ def queued_s(worker: Any, now_s: float) -> tuple[float, float]:
 
 
 @compiled
+def beside_decoding(worker: Any, queue_s: float) -> float:
+    """The seconds that `queue_s` of queued prompts take in bounded steps, which are those of the
+    requests that decode as well."""
+    decoding, context = worker.decoding, worker.decode_context_tokens
+    if queue_s <= 0 or decoding <= 0 or worker.step_factor <= 0:
+        return queue_s
+    tokens = chunk_tokens(worker, decoding, context, 0.0, queue_s)
+    work_s = tokens * (worker.token_s + worker.comm_token_s)
+    step_s = step_seconds.steps_s(worker, 1.0, tokens + decoding, context, context)
+    return queue_s * max(step_s / work_s, 1.0) if work_s > 0 else queue_s
+
+
+@compiled
 def under_way_s(worker: Any, cached_tokens: float) -> float:
     """The wait for the step of decoding that is under way, where there is one.
 
@@ -153,6 +174,30 @@ def under_way_s(worker: Any, cached_tokens: float) -> float:
         return 0.0
     step_s = step_seconds.steps_s(worker, 1.0, decoding, context, context) * worker.decoding_factor
     return step_s * (1.5 if cached_tokens > 0 else 0.5)
+
+
+@compiled
+def place_wait_s(worker: Any, more: int, answer_s: float, now_s: float, window_s: float) -> float:
+    """The wait for a place among the `max_sequences` that the engine runs at a time, of the request
+    after `more` others; 0 where one is free.
+
+    Those that run end as often per second of decoding as they lately did. One answer of `answer_s`
+    counts as one more of which that is known.
+    """
+    ahead = worker.in_flight + 1 + more - worker.max_sequences
+    if ahead <= 0:
+        return 0.0
+    spent_s, ends = spent(worker, now_s, window_s)
+    return ahead * (spent_s + answer_s) / ((ends + 1) * worker.max_sequences)
+
+
+@compiled
+def lateness(seconds: float, limit_s: float, power: float) -> float:
+    """The likelihood that a request is late of which so many seconds are predicted: half at the
+    limit."""
+    if seconds <= 0 or math.isinf(limit_s):
+        return 0.0
+    return 1 / (1 + (limit_s / seconds) ** power)
 
 
 @compiled
@@ -175,12 +220,6 @@ def fetch_s(worker: Any, source: Any, tokens: float) -> float:
 
 
 @compiled
-def fade(worker: Any, now_s: float, window_s: float) -> float:
-    """The remaining share of recent use; a clock that was set back does not make it grow."""
-    return math.exp(min(worker.used_s - now_s, 0.0) / window_s)
-
-
-@compiled
 def deviation(worker: Any, row: Any) -> float:
     """Standard deviation of the logarithm of a predicted TTFT."""
     load_s = row.load_s * worker.link_sd
@@ -188,97 +227,6 @@ def deviation(worker: Any, row: Any) -> float:
     unsure_s = math.sqrt(load_s * load_s + compute_s * compute_s + worker.overhead_sd_s**2)
     share = unsure_s / row.ttft_s if row.ttft_s > 0 else 0.0
     return math.sqrt(share * share + worker.ttft_sd**2)
-
-
-# -- reservations: changes of one worker's record -------------------------------------------------
-
-
-@compiled
-def reserve(
-    workers: Workers, slot: int, rows: Rows, index: int, now_s: float, window_s: float
-) -> tuple[float, float]:
-    """Put the request that row `index` of the estimates prices on its worker; returns how many
-    decode there, and their context."""
-    worker, row = workers[slot], rows[index]
-    if worker.waiting == 0:
-        worker.gpu_since_s, worker.gpu_head_s = now_s, row.work_s
-    worker.link_reserved_s += row.load_s
-    worker.link_free_s = max(worker.link_free_s, now_s) + row.load_s
-    worker.gpu_reserved_s += row.work_s
-    worker.prompts_s += row.work_s
-    worker.in_flight += 1
-    worker.waiting += 1
-    worker.queued_tokens += row.new_tokens
-    worker.resident_tokens += row.device_tokens + row.cached_tokens + row.new_tokens
-    left = fade(worker, now_s, window_s)
-    worker.used_s = now_s
-    worker.gpu_use = worker.gpu_use * left + row.work_s / window_s
-    worker.loads_per_s = worker.loads_per_s * left + (row.load_s > 0) / window_s
-    worker.prefills_per_s = worker.prefills_per_s * left + 1 / window_s
-    return worker.decoding, worker.decode_context_tokens
-
-
-@compiled
-def correct(
-    workers: Workers, slot: int, found: tuple[int, int, int, int], before: Prompt, first: bool
-) -> tuple[float, float]:
-    """Link and gpu seconds of a prompt by what its engine found, put in place of those reserved.
-
-    found: tokens in host, tokens to compute, those of the context before them, and of those in
-    host the ones on disk; first: it is at the head of the queue.
-    """
-    worker = workers[slot]
-    host_tokens, new_tokens, context_tokens, disk_tokens = found
-    pairs = step_seconds.chunk_pairs(new_tokens, context_tokens)
-    token_s = worker.token_s + worker.comm_token_s
-    gpu_s = step_seconds.computing_s(new_tokens, pairs, token_s, worker.pair_s)
-    link_s = host_tokens * worker.load_token_s + disk_tokens * worker.disk_token_s
-    link_before_s, gpu_before_s, new_before = before
-    worker.gpu_reserved_s += gpu_s - gpu_before_s
-    worker.prompts_s += gpu_s - gpu_before_s
-    worker.link_reserved_s += link_s - link_before_s
-    worker.link_free_s += link_s - link_before_s
-    worker.queued_tokens += new_tokens - new_before
-    if first:
-        worker.gpu_head_s = gpu_s
-    return link_s, gpu_s
-
-
-@compiled
-def finish_prompt(workers: Workers, slot: int, done: Prompt, now_s: float) -> None:
-    """A prompt is no longer ahead of others; sums of many small numbers drift, but once no request
-    waits any more the queue is exactly empty."""
-    worker = workers[slot]
-    link_s, gpu_s, new_tokens = done
-    worker.link_reserved_s -= link_s
-    worker.gpu_reserved_s -= gpu_s
-    worker.waiting -= 1
-    worker.queued_tokens -= new_tokens
-    if worker.waiting == 0:
-        worker.link_reserved_s = worker.gpu_reserved_s = 0.0
-        worker.link_free_s = now_s
-
-
-@compiled
-def decode(workers: Workers, slot: int, requests: int, context_tokens: float) -> None:
-    """`requests` more (or fewer) decode over `context_tokens` more; 0 and 0 where the worker's
-    factors are new."""
-    worker = workers[slot]
-    worker.decoding += requests
-    worker.decode_context_tokens += context_tokens
-    worker.decoding_factor = step_seconds.factor(worker.factors, worker.decoding)
-    worker.one_more_factor = step_seconds.factor(worker.factors, worker.decoding + 1)
-    worker.one_more_weights_s = step_seconds.weights_read_s(worker, 1.0, worker.decoding + 1)
-
-
-@compiled
-def depart(workers: Workers, slot: int, context_tokens: float, gpu_s: float) -> None:
-    """A request ended; its prompt took `gpu_s`."""
-    worker = workers[slot]
-    worker.in_flight -= 1
-    # As in `finish_prompt`: no drift outlasts a quiet moment.
-    worker.prompts_s = worker.prompts_s - gpu_s if worker.in_flight > 0 else 0.0
-    worker.resident_tokens -= context_tokens
 
 
 # -- all workers ----------------------------------------------------------------------------------
@@ -329,12 +277,14 @@ def interference_share(rows: Rows, ttft_limit_s: float) -> float:
 @compiled
 def price_interference(
     workers: Workers, slots: Slots, rows: Rows, lengths: tuple[float, float], steps_s: Floats,
-    slo: Slo,
+    places_s: Floats, slo: Slo,
 ) -> None:  # fmt: skip
-    """Put the cost of decode interference in the place of its seconds, in a price's `rows`.
+    """Put the cost of decode interference, and of being late, in the place of its seconds, in a
+    price's `rows`.
 
     lengths: tokens of the prompt, and of the output. steps_s: of each worker, a step of all in
-    flight and the request, without prompts.
+    flight and the request, without prompts. places_s: waits for a place, of the request and of the
+    next, shape (2, slots).
     """
     prompt_tokens, output_tokens = lengths
     ttft_limit_s, tpot_limit_s = objective(workers, slots, rows, prompt_tokens, slo)
@@ -346,17 +296,20 @@ def price_interference(
             row.interference_s = 0.0
             continue
         token_s = worker.token_s + worker.comm_token_s + prompt_tokens * worker.context_token_s
-        used, added = steps_s[i] / tpot_limit_s, token_s / tpot_limit_s
-        if worker.step_factor <= 0:
-            # Prompts hold up those that decode, where nothing bounds a step's seconds.
-            used += worker.prompts_s / answer_s
-            added += row.interference_s / answer_s
+        bounded = worker.step_factor > 0
+        held_up_s = row.interference_s * (BOUNDED_SHARE if bounded else 1.0)
+        each_s = min(row.tpot_s, max(bounded_s(workers, slots[i]), steps_s[i]))
+        used = min(each_s / tpot_limit_s, 1.0)
+        added = min(token_s / tpot_limit_s + held_up_s / answer_s, 1.0)
         # The growth of the square of the used share; one that is late already counts as just late.
-        each = 2 * min(used, 1.0) * min(added, 1.0)
+        lost = worker.in_flight * 2 * used * added
         # For so much longer who comes waits past the least objective of a first token.
-        least_s, queue_s = slo[0] * worker.dilation, row.gpu_backlog_s
-        late_s = max(queue_s + row.work_s - least_s, 0.0) - max(queue_s - least_s, 0.0)
-        lost = worker.in_flight * each + row.prefills_per_s * late_s
+        least_s, queue_s = slo[0] * worker.dilation, max(row.gpu_backlog_s, places_s[0, i])
+        next_s = max(row.gpu_backlog_s + row.work_s, places_s[1, i])
+        late_s = max(next_s - least_s, 0.0) - max(queue_s - least_s, 0.0)
+        lost += row.prefills_per_s * late_s
+        lost += lateness(row.ttft_s, ttft_limit_s, LATE_POWERS[0])
+        lost += lateness(each_s, tpot_limit_s, LATE_POWERS[1])
         row.interference_s = share * ttft_limit_s * lost
 
 
@@ -373,7 +326,7 @@ def price(
     and of the output.
     """
     now_s, window_s, prompt_tokens, output_tokens = request
-    steps_s = np.empty(len(slots))
+    steps_s, places_s = np.empty(len(slots)), np.empty((2, len(slots)))
     for i in range(len(slots)):
         worker, row = workers[slots[i]], rows[i]
         cached = row.cached_tokens
@@ -396,11 +349,13 @@ def price(
         row.interference_s = max(row.compute_s - read_s, 0.0)
         row.tpot_impact_s = worker.decoding * row.interference_s
         left = fade(worker, now_s, window_s)
-        row.gpu_use = worker.gpu_use * left
+        known = max(worker.use_known * left + 1 - left, LEAST_KNOWN)
+        row.gpu_use = worker.gpu_use * left / known
         row.loads_per_s = worker.loads_per_s * left
         row.prefills_per_s = worker.prefills_per_s * left
         row.load_s = load_s(worker, cached, row.disk_tokens)
         link_s, gpu_s = queued_s(worker, now_s)
+        gpu_s = beside_decoding(worker, gpu_s)
         row.net_backlog_s, start_s = max(worker.net_free_s - now_s, 0.0), link_s
         if source >= 0:
             row.net_backlog_s = max(row.net_backlog_s, workers[source].net_free_s - now_s)
@@ -409,12 +364,15 @@ def price(
         else:
             row.fetch_tokens = row.fetch_s = 0.0
         row.link_backlog_s, row.gpu_backlog_s = link_s, gpu_s
-        wait_s = max(start_s + row.load_s, gpu_s) + under_way_s(worker, cached)
+        steps_s[i] = reading_step_s(worker, prompt_tokens + worker.resident_tokens)
+        for more in range(2):
+            answer_s = output_tokens * steps_s[i]
+            places_s[more, i] = place_wait_s(worker, more, answer_s, now_s, window_s)
+        wait_s = max(start_s + row.load_s, gpu_s, places_s[0, i]) + under_way_s(worker, cached)
         row.ttft_s = worker.overhead_s + wait_s + row.compute_s
         row.ttft_sd = deviation(worker, row)
-        steps_s[i] = reading_step_s(worker, prompt_tokens + worker.resident_tokens)
         row.tpot_s = steps_s[i] / (1 - min(row.gpu_use, MOST_USE))
-    price_interference(workers, slots, rows, (prompt_tokens, output_tokens), steps_s, slo)
+    price_interference(workers, slots, rows, (prompt_tokens, output_tokens), steps_s, places_s, slo)
 
 
 class IdleMedians(NamedTuple):

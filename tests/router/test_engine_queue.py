@@ -191,6 +191,19 @@ def test_idle_worker_takes_the_load_and_then_the_chunks():
     assert EngineQueue(SPEED).first_token_s(probe, 5.0) == pytest.approx(expected)
 
 
+def test_request_waits_until_one_of_those_that_run_ends():
+    # Two may run. Of those that do one has 20 tokens left, in steps of 0.05 + 200 x 1e-5 + 0.002 s
+    # and a little more, and the other 50.
+    queue = EngineQueue(replace(SPEED, max_sequences=2))
+    for name, output in (("a", 21), ("b", 51)):
+        decoding(queue, name, 0.0, output=output)
+    waits_s = queue.first_token_s(job("x", 0.0), 0.0)
+    free_s = EngineQueue(SPEED)
+    for name, output in (("a", 21), ("b", 51)):
+        decoding(free_s, name, 0.0, output=output)
+    assert waits_s - free_s.first_token_s(job("x", 0.0), 0.0) == pytest.approx(20 * 0.054, abs=0.06)
+
+
 def test_loads_queue_on_one_link():
     queue = EngineQueue(SPEED)
     for name in "ab":

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from kappa.cost import StepLimit, StepModel
-from kappa_router import ttft
+from kappa_router import reservations, ttft
 from kappa_router.decision import ESTIMATE
 
 WORKER = {
     "load_token_s": 0.001, "load_fixed_s": 0.1, "token_s": 0.01, "pair_s": 0.0001, "weights_s": 0.5,
     "context_token_s": 0.001, "fixed_s": 0.2, "budget_tokens": 100.0, "overhead_s": 0.05,
-    "dilation": 1.0,
+    "dilation": 1.0, "max_sequences": math.inf,
 }  # fmt: skip
 SLO = (0.5, 5.0, 0.0, 3.0)
 """TTFT within the longer of 0.5 s and 5 times idle, TPOT within 3 times idle."""
@@ -28,7 +28,7 @@ def records(names, *rows):
         for name, value in row.items():
             record[name] = value
     for slot in range(len(made) if names is ttft.WORKER else 0):
-        ttft.decode(made, slot, 0, 0)
+        reservations.decode(made, slot, 0, 0, made[slot]["spent_at_s"], 1.0)
     return made
 
 
@@ -71,16 +71,17 @@ def test_a_decoding_step_reads_the_experts_that_its_tokens_touch():
 
 
 @pytest.mark.parametrize("decoding", [1.0, 4.0, 200.0])
-@pytest.mark.parametrize("behind", [0.0, 3000.0])
-def test_part_of_a_prompt_is_as_long_as_the_engine_makes_it(decoding, behind):
+@pytest.mark.parametrize(("behind", "waited_s"), [(0.0, 0.0), (3000.0, 0.0), (0.0, 1.0)])
+def test_part_of_a_prompt_is_as_long_as_the_engine_makes_it(decoding, behind, waited_s):
     step = StepModel(0.01, 0.0001, 0.5, 0.001, 0.2)
     limit, budget = StepLimit(step, 2.5), 1000.0
     found = ttft.chunk_tokens(
-        worker(step_factor=2.5, budget_tokens=budget), decoding, 50 * decoding, behind
+        worker(step_factor=2.5, budget_tokens=budget), decoding, 50 * decoding, behind, waited_s
     )
-    tokens = min(limit.tokens(int(decoding), 50 * decoding, behind), budget)
+    most = limit.tokens(int(decoding), 50 * decoding, behind, waited_s=waited_s)
+    tokens = min(most, budget)
     assert found == tokens - decoding
-    assert ttft.chunk_tokens(worker(step_factor=2.5), 0.0, 0.0, behind) == 100.0
+    assert ttft.chunk_tokens(worker(step_factor=2.5), 0.0, 0.0, behind, 0.0) == 100.0
 
 
 def test_short_prompt_takes_as_long_as_reading_the_weights():
@@ -230,10 +231,10 @@ WINDOW_S = 10 / math.log(2)
 """Ten seconds after it was last brought up to date, recent use counts half."""
 BUSY = {
     "decoding": 4.0, "decode_context_tokens": 1000.0, "resident_tokens": 1200.0, "in_flight": 6.0,
-    "waiting": 2.0, "queued_tokens": 300.0, "prompts_s": 20.0, "gpu_use": 0.4, "loads_per_s": 6.0,
-    "prefills_per_s": 2.0, "used_s": 3.0, "link_free_s": 14.0, "link_reserved_s": 3.0,
-    "gpu_reserved_s": 3.0, "gpu_since_s": 12.5, "gpu_head_s": 1.0, "net_tokens_per_s": 10.0,
-    "net_free_s": 13.5, "spare_tokens": 1000.0,
+    "waiting": 2.0, "queued_tokens": 300.0, "gpu_use": 0.4, "loads_per_s": 6.0,
+    "prefills_per_s": 2.0, "used_s": 3.0, "use_known": 1.0, "link_free_s": 14.0,
+    "link_reserved_s": 3.0, "gpu_reserved_s": 3.0, "gpu_since_s": 12.5, "gpu_head_s": 1.0,
+    "net_tokens_per_s": 10.0, "net_free_s": 13.5, "spare_tokens": 1000.0,
 }  # fmt: skip
 
 
@@ -269,12 +270,14 @@ def test_price_on_a_busy_worker_equals_figures_by_hand():
     assert row["tpot_s"] == pytest.approx(2.15 / 0.8)
     # Idle: TPOT 0.5 + 0.25 + 0.2 = 0.95, limit 2.85; TTFT 0.05 + 0.12 + 5 = 5.17, limit 25.85.
     # The first token comes in less than half of that, so later ones count in full.
-    # An answer of 50 tokens may take 50 x 2.85 = 142.5 s. Steps use 2.15 in 2.85 of that, prompts
-    # of those in flight 20 s. This one holds each of 6 up for 5.68 - 3.5 s, its tokens for
-    # 50 x (0.01 + 0.25) s.
-    used, added = 2.15 / 2.85 + 20 / 142.5, (2.18 + 13) / 142.5
+    # An answer of 50 tokens may take 50 x 2.85 = 142.5 s. This one holds each of 6 up for
+    # 5.68 - 3.5 s, its tokens for 50 x (0.01 + 0.25) s.
+    used, added = 2.6875 / 2.85, (2.18 + 13) / 142.5
+    # It is late itself with 1 / (1 + 2.398^4) at its first token, 1 / (1 + 1.0605^8) at later ones.
+    late = 0.02936 + 0.38473
     # Of 5 s of its prompt behind 2.5 s of others', who comes, one a second, is late in all.
-    assert row["interference_s"] == pytest.approx(25.85 * (6 * 2 * used * added + 5))
+    expected = 25.85 * (6 * 2 * used * added + 5 + late)
+    assert row["interference_s"] == pytest.approx(expected, rel=1e-4)
     rest = values(row, "fixed_s", "in_flight", "waiting", "queued_tokens", "resident_tokens")
     assert rest == [0.05, 6, 2, 300, 1200]
     assert values(row, "fetch_s", "load_token_s") == [0.0, 0.001]
@@ -299,21 +302,28 @@ def test_tokens_count_less_when_the_queue_outlasts_the_slo():
     # In both the queue alone lasts longer than the least objective: 5 s more are late.
     soon, late = (priced(workers({**BUSY, "gpu_reserved_s": s})) for s in (3.0, 50.5))
     share = 0.5 * 25.85 / 58.28
-    assert late["interference_s"] == pytest.approx(share * soon["interference_s"])
+    # It is late itself with 1 / (1 + (25.85 / 58.28)^4) = 0.9627 instead of 0.02936.
+    more = 25.85 * (0.96274 - 0.02936)
+    expected = share * (soon["interference_s"] + more)
+    assert late["interference_s"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_answer_is_missed_once_however_late_it_gets():
-    # Prompts of 200 s in an answer that may take 142.5 s count in full.
-    row = priced(workers({**BUSY, "prompts_s": 200.0}))
-    others = 25.85 * 6 * 2 * 1 * (2.18 + 13) / 142.5
-    assert row["interference_s"] == pytest.approx(others + 25.85 * 5)
-    # One token of 2.85 s, held up for 2.18 s and slower by 0.26: 0.856. A third slower step: all.
-    for slower, added in ((0.0, 0.8561), (0.01, 1.0)):
-        made = workers({**BUSY, "prompts_s": 200.0, "token_s": 0.01 + slower})
-        row = priced(made, output_tokens=1.0)
-        assert row["interference_s"] == pytest.approx(
-            5 * (row["load_s"] + row["work_s"] + 0.05) * (6 * 2 * added + row["work_s"]), rel=1e-3
-        )
+@pytest.mark.parametrize(
+    ("output_tokens", "slower_s", "added"),
+    [
+        (50.0, 0.0, (2.18 + 13) / 142.5),
+        (1.0, 0.0, 0.8561),  # one token of 2.85 s, held up for 2.18 s and slower by 0.26
+        (1.0, 0.01, 1.0),  # steps a third slower: all of it
+    ],
+)
+def test_answer_is_missed_once_however_late_it_gets(output_tokens, slower_s, added):
+    # Nineteen parts in twenty go to prompts: a token takes 43 s and may take 2.85.
+    made = workers({**BUSY, "gpu_use": 6.0, "token_s": 0.01 + slower_s})
+    row = priced(made, output_tokens=output_tokens)
+    limit_s = 5 * (row["load_s"] + row["work_s"] + 0.05)
+    late = 1 / (1 + (limit_s / row["ttft_s"]) ** 4) + 1
+    expected = limit_s * (6 * 2 * added + row["work_s"] + late)
+    assert row["interference_s"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_token_comes_no_later_than_the_bound_on_steps_allows():
@@ -335,13 +345,63 @@ def test_token_comes_no_later_than_the_bound_on_steps_allows():
     assert bounded_s(**mixture) == pytest.approx(0.107 + 0.9 * 0.0656, abs=1e-4)
 
 
-def test_bounded_steps_let_prompts_hold_no_request_up():
-    def price(**changes):
-        return float(priced(workers(BUSY | changes), output_tokens=5000.0)["interference_s"])
+def test_prompts_hold_up_bounded_steps_by_a_quarter():
+    def lost(step_factor):
+        made = workers({**BUSY, "gpu_use": 0.0, "step_factor": step_factor, "gpu_reserved_s": 0.0})
+        row = priced(made)
+        # 4 decode; a token takes 2.15 s and may take 2.85, a first one 25.85.
+        held_up_s = row["tpot_impact_s"] / 4
+        late = 1 / (1 + (25.85 / row["ttft_s"]) ** 4) + 1 / (1 + (2.85 / 2.15) ** 8)
+        others = row["interference_s"] / 25.85 - 4.5 - late
+        return others / (6 * 2 * 2.15 / 2.85) - 13 / 142.5, held_up_s / 142.5
 
-    # The rest is how much its own tokens make each step longer.
-    bounded = price(step_factor=2.5)
-    assert bounded == price(step_factor=2.5, prompts_s=0.0) < price()
+    for factor, share in ((0.0, 1.0), (2.5, 0.25)):
+        added, held_up = lost(factor)
+        assert added == pytest.approx(share * held_up)
+
+
+def test_queued_prompts_wait_for_those_that_decode_in_bounded_steps():
+    # A prompt gets the 0.5 s of the weights' reads less 0.04 s for 4 that decode, and having waited
+    # ten times too long ten times that: 460 tokens and 4, in tiles 512. Such a step takes
+    # 5.12 + 1,000 x 0.001 + 0.2 = 6.32 s, of which 5.08 s are the prompt's.
+    made = workers({**BUSY, "step_factor": 1.0, "budget_tokens": 1000.0})
+    assert priced(made)["gpu_backlog_s"] == pytest.approx(2.5 * 6.32 / 5.08)
+    assert priced(workers(BUSY))["gpu_backlog_s"] == pytest.approx(2.5)
+
+
+PLACES = {"decoding": 4.0, "in_flight": 4.0, "spent_at_s": 13.0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "wait_s"),
+    [
+        ({"max_sequences": 5.0}, 0.0),
+        # One is ahead of it: an answer of 50 steps of 0.5 + 0.25 + 0.2 s, by 4 at a time.
+        ({"max_sequences": 4.0}, 47.5 / 4),
+        ({"max_sequences": 3.0}, 2 * 47.5 / 3),
+        # Three ended in 92.5 s of decoding: with that one answer 140 s by 4 ends.
+        ({"max_sequences": 4.0, "spent_s": 92.5, "ends": 3.0}, 35 / 4),
+        # Ten seconds ago: half of it counts, and 4 have decoded since.
+        ({"max_sequences": 4.0, "spent_s": 105.0, "ends": 2.0, "spent_at_s": 3.0}, 70 / 4),
+    ],
+)
+def test_request_waits_for_a_place_that_another_leaves(changed, wait_s):
+    row = priced(workers({**PLACES, **changed}))
+    alone = priced(workers({**PLACES, "max_sequences": math.inf}))
+    load_s = 0.1 + 20 * 0.001
+    expected = max(wait_s, load_s) - load_s
+    assert row["ttft_s"] - alone["ttft_s"] == pytest.approx(expected)
+
+
+def test_place_that_is_taken_makes_later_ones_late():
+    def lost(prefills_per_s):
+        made = workers({**PLACES, "max_sequences": 4.0, "prefills_per_s": prefills_per_s,
+                        "used_s": 13.0})  # fmt: skip
+        row = priced(made)
+        return row["interference_s"] / (0.5 * 25.85 / row["ttft_s"] * 25.85)
+
+    # It waits 11.875 s and the next one twice that: who comes in those, 0.6 a second, is late.
+    assert lost(0.6) - lost(0.0) == pytest.approx(0.6 * 11.875)
 
 
 @pytest.mark.parametrize(
@@ -359,14 +419,16 @@ def test_request_behind_a_long_prompt_is_late(queue_s, late_s):
                     "gpu_since_s": 13.0})  # fmt: skip
     row = priced(made)
     assert row["work_s"] == pytest.approx(5.0)
-    assert row["interference_s"] == pytest.approx(25.85 * 0.6 * late_s)
+    late = 1 / (1 + (25.85 / row["ttft_s"]) ** 4) + 1 / (1 + (2.85 / 0.95) ** 8)
+    assert row["interference_s"] == pytest.approx(25.85 * (0.6 * late_s + late))
 
 
-def test_request_that_left_holds_none_up():
-    made = workers({"prompts_s": 5.0, "in_flight": 2.0}, {"prompts_s": 5.0, "in_flight": 1.0})
-    for slot in (0, 1):
-        ttft.depart(made, slot, 0.0, 2.0)
-    assert made["prompts_s"].tolist() == [3.0, 0.0], "of the last one nothing is left, not 3"
+def test_use_is_of_the_part_of_the_window_that_is_known():
+    # Of a window of which half was known, three quarters are, ten seconds later: 0.2 in those.
+    assert priced(workers({**BUSY, "use_known": 0.5}))["gpu_use"] == pytest.approx(0.2 / 0.75)
+    # At once after the first prompt a tenth counts as known.
+    first = {**BUSY, "gpu_use": 0.02, "use_known": 0.0, "used_s": 13.0}
+    assert priced(workers(first))["gpu_use"] == pytest.approx(0.2)
 
 
 def test_clock_that_was_set_back_does_not_make_use_grow():
@@ -385,63 +447,3 @@ def test_idle_s_equals_figures_by_hand():
     ttft_s, tpot_s, *_ = ttft.median_idle(workers(), np.array([0]), rows, 250.0)
     assert ttft_s == pytest.approx(0.05 + 0.15 + 5.4)
     assert tpot_s == pytest.approx(0.95)
-
-
-# -- reservations -------------------------------------------------------------------------------
-
-
-def test_reservation_changes_its_own_worker_alone():
-    made = workers(BUSY, BUSY)
-    rows = records(
-        ESTIMATE, {}, {"load_s": 0.5, "work_s": 2.0, "new_tokens": 100.0, "device_tokens": 30.0,
-                       "cached_tokens": 20.0},
-    )  # fmt: skip
-    ttft.reserve(made, 0, rows, 1, 13.0, WINDOW_S)
-    assert made[1].tobytes() == workers(BUSY)[0].tobytes()
-    changed = {
-        "link_reserved_s": 3.5, "link_free_s": 14.5, "gpu_reserved_s": 5.0, "in_flight": 7.0,
-        "waiting": 3.0, "queued_tokens": 400.0, "resident_tokens": 1350.0, "prompts_s": 22.0,
-            "used_s": 13.0,
-        # Half is left of 0.4, 6 and 2; one more request, 2 s of work, by the window.
-        "gpu_use": 0.2 + 2.0 / WINDOW_S, "loads_per_s": 3 + 1 / WINDOW_S,
-        "prefills_per_s": 1 + 1 / WINDOW_S,
-    }  # fmt: skip
-    expected = {**WORKER, **BUSY, **changed}
-    assert {name: made[0][name] for name in expected} == pytest.approx(expected)
-
-
-def test_first_in_a_queue_starts_now_and_a_free_link_loads_now():
-    made = workers({"link_free_s": 2.0})
-    rows = records(ESTIMATE, {"work_s": 2.0, "load_s": 0.5})
-    ttft.reserve(made, 0, rows, 0, 13.0, WINDOW_S)
-    assert values(made[0], "gpu_since_s", "gpu_head_s", "link_free_s") == [13.0, 2.0, 13.5]
-
-
-def test_reservation_without_a_load_counts_none():
-    made = workers()
-    ttft.reserve(made, 0, records(ESTIMATE, {"work_s": 2.0}), 0, 13.0, WINDOW_S)
-    assert values(made[0], "loads_per_s") == [0.0]
-
-
-def test_admission_is_priced_by_what_the_engine_found():
-    # 100 new behind 50: pairs 100 x (50 + 50) = 10,000: 1 + 1 s; 40 in host: 0.04 s.
-    made = workers(BUSY)
-    found_s = ttft.correct(made, 0, (40, 100, 50, 0), (1.0, 1.5, 300), True)
-    assert found_s == pytest.approx((0.04, 2.0))
-    # In place of 1 s of link, 1.5 s of gpu and 300 tokens; it is the first in the queue.
-    changed = "link_reserved_s", "link_free_s", "gpu_reserved_s", "queued_tokens", "gpu_head_s"
-    assert values(made[0], *changed) == pytest.approx([2.04, 13.04, 3.5, 100.0, 2.0])
-    ttft.correct(made, 0, (40, 100, 50, 0), (0.04, 2.0, 100), False)
-    assert values(made[0], "gpu_head_s") == pytest.approx([2.0])
-    # 30 of the 40 from disk, at 0.02 s each: 0.6 s more.
-    made["disk_token_s"] = 0.02
-    assert ttft.correct(made, 0, (40, 100, 50, 30), (0.04, 2.0, 100), False)[0] == 0.64
-
-
-def test_last_prompt_that_is_done_leaves_exactly_nothing():
-    made = workers({**BUSY, "waiting": 2.0})
-    ttft.finish_prompt(made, 0, (1.0, 2.0, 100), 20.0)
-    queue = "link_reserved_s", "gpu_reserved_s", "waiting", "queued_tokens", "link_free_s"
-    assert values(made[0], *queue) == [2.0, 1.0, 1.0, 200.0, 14.0]
-    ttft.finish_prompt(made, 0, (1.9, 0.9, 200), 21.0)
-    assert values(made[0], *queue) == [0.0, 0.0, 0.0, 0.0, 21.0]
