@@ -276,15 +276,15 @@ def interference_share(rows: Rows, ttft_limit_s: float) -> float:
 
 @compiled
 def price_interference(
-    workers: Workers, slots: Slots, rows: Rows, lengths: tuple[float, float], steps_s: Floats,
-    places_s: Floats, slo: Slo,
+    workers: Workers, slots: Slots, rows: Rows, lengths: tuple[float, float], own_s: Floats,
+    slo: Slo,
 ) -> None:  # fmt: skip
     """Put the cost of decode interference, and of being late, in the place of its seconds, in a
     price's `rows`.
 
-    lengths: tokens of the prompt, and of the output. steps_s: of each worker, a step of all in
-    flight and the request, without prompts. places_s: waits for a place, of the request and of the
-    next, shape (2, slots).
+    lengths: tokens of the prompt, and of the output. own_s: of each worker, a step of all in flight
+    and the request, without prompts, and the waits for a place of the request and of the next,
+    shape (3, slots).
     """
     prompt_tokens, output_tokens = lengths
     ttft_limit_s, tpot_limit_s = objective(workers, slots, rows, prompt_tokens, slo)
@@ -298,14 +298,14 @@ def price_interference(
         token_s = worker.token_s + worker.comm_token_s + prompt_tokens * worker.context_token_s
         bounded = worker.step_factor > 0
         held_up_s = row.interference_s * (BOUNDED_SHARE if bounded else 1.0)
-        each_s = min(row.tpot_s, max(bounded_s(workers, slots[i]), steps_s[i]))
+        each_s = min(row.tpot_s, max(bounded_s(workers, slots[i]), own_s[0, i]))
         used = min(each_s / tpot_limit_s, 1.0)
         added = min(token_s / tpot_limit_s + held_up_s / answer_s, 1.0)
         # The growth of the square of the used share; one that is late already counts as just late.
         lost = worker.in_flight * 2 * used * added
         # For so much longer who comes waits past the least objective of a first token.
-        least_s, queue_s = slo[0] * worker.dilation, max(row.gpu_backlog_s, places_s[0, i])
-        next_s = max(row.gpu_backlog_s + row.work_s, places_s[1, i])
+        least_s, queue_s = slo[0] * worker.dilation, max(row.gpu_backlog_s, own_s[1, i])
+        next_s = max(row.gpu_backlog_s + row.work_s, own_s[2, i])
         late_s = max(next_s - least_s, 0.0) - max(queue_s - least_s, 0.0)
         lost += row.prefills_per_s * late_s
         lost += lateness(row.ttft_s, ttft_limit_s, LATE_POWERS[0])
@@ -326,7 +326,7 @@ def price(
     and of the output.
     """
     now_s, window_s, prompt_tokens, output_tokens = request
-    steps_s, places_s = np.empty(len(slots)), np.empty((2, len(slots)))
+    own_s = np.empty((3, len(slots)))
     for i in range(len(slots)):
         worker, row = workers[slots[i]], rows[i]
         cached = row.cached_tokens
@@ -364,15 +364,15 @@ def price(
         else:
             row.fetch_tokens = row.fetch_s = 0.0
         row.link_backlog_s, row.gpu_backlog_s = link_s, gpu_s
-        steps_s[i] = reading_step_s(worker, prompt_tokens + worker.resident_tokens)
+        step_s = reading_step_s(worker, prompt_tokens + worker.resident_tokens)
+        own_s[0, i], answer_s = step_s, output_tokens * step_s
         for more in range(2):
-            answer_s = output_tokens * steps_s[i]
-            places_s[more, i] = place_wait_s(worker, more, answer_s, now_s, window_s)
-        wait_s = max(start_s + row.load_s, gpu_s, places_s[0, i]) + under_way_s(worker, cached)
+            own_s[1 + more, i] = place_wait_s(worker, more, answer_s, now_s, window_s)
+        wait_s = max(start_s + row.load_s, gpu_s, own_s[1, i]) + under_way_s(worker, cached)
         row.ttft_s = worker.overhead_s + wait_s + row.compute_s
         row.ttft_sd = deviation(worker, row)
-        row.tpot_s = steps_s[i] / (1 - min(row.gpu_use, MOST_USE))
-    price_interference(workers, slots, rows, (prompt_tokens, output_tokens), steps_s, places_s, slo)
+        row.tpot_s = step_s / (1 - min(row.gpu_use, MOST_USE))
+    price_interference(workers, slots, rows, (prompt_tokens, output_tokens), own_s, slo)
 
 
 class IdleMedians(NamedTuple):

@@ -124,7 +124,8 @@ def test_messages_and_responses_call_a_tool_whole_and_streamed(idle):
     function = {"type": "function", "name": "switch", "parameters": FIXED, "strict": True}
     ask = {
         "model": idle.model, "input": "On, please.", "tools": [function],
-        "tool_choice": {"type": "function", "name": "switch"}, "max_output_tokens": 200,
+        "tool_choice": {"type": "function", "name": "switch"},
+        "max_output_tokens": 400,  # random weights now and then put many spaces between
     }  # fmt: skip
     whole = idle.openai.responses.create(**ask)
     with idle.openai.responses.stream(**ask) as stream:
