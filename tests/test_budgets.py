@@ -83,7 +83,7 @@ def closure(start: str) -> set[str]:
     [
         (PRODUCT, 45_498),  # goal: 37,000
         (("benchmarks",), 10_610),  # goal: 9,000
-        (("tests",), 52_421),  # goal: 40,000
+        (("tests",), 52_422),  # goal: 40,000
     ],
 )
 def test_code_lines_stay_within_budget(packages, most):

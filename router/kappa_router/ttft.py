@@ -299,17 +299,17 @@ def price_interference(
         bounded = worker.step_factor > 0
         held_up_s = row.interference_s * (BOUNDED_SHARE if bounded else 1.0)
         each_s = min(row.tpot_s, max(bounded_s(workers, slots[i]), own_s[0, i]))
-        used = min(each_s / tpot_limit_s, 1.0)
+        slow = lateness(each_s, tpot_limit_s, LATE_POWERS[1])
         added = min(token_s / tpot_limit_s + held_up_s / answer_s, 1.0)
-        # The growth of the square of the used share; one that is late already counts as just late.
-        lost = worker.in_flight * 2 * used * added
+        # By how much more likely each in flight is to be late: the derivative of `lateness`.
+        growth = LATE_POWERS[1] * slow * (1 - slow) * tpot_limit_s / each_s
+        lost = slow + worker.in_flight * growth * added
         # For so much longer who comes waits past the least objective of a first token.
         least_s, queue_s = slo[0] * worker.dilation, max(row.gpu_backlog_s, own_s[1, i])
         next_s = max(row.gpu_backlog_s + row.work_s, own_s[2, i])
         late_s = max(next_s - least_s, 0.0) - max(queue_s - least_s, 0.0)
         lost += row.prefills_per_s * late_s
         lost += lateness(row.ttft_s, ttft_limit_s, LATE_POWERS[0])
-        lost += lateness(each_s, tpot_limit_s, LATE_POWERS[1])
         row.interference_s = share * ttft_limit_s * lost
 
 

@@ -183,13 +183,17 @@ def test_counterfactual_replays_known_engines_as_they_were(config, announced):
 
 @pytest.mark.parametrize("present", ["round-robin", "prefix-hash"])
 def test_counterfactual_saving_is_within_a_quarter_of_the_truth(config, announced, present):
-    before = played(config, PRESENT[present]())
-    after = played(config, policy_named("priced"))[0]
-    found = cf.counterfactual(segment_of(*before, announced), policy_named("priced"))
-    late = np.argsort(before[0].arrival_s)[config.requests // 5 :]
-    truth = np.subtract(*(cf.figures(np.array(p.ttft_s)[late]) for p in (before[0], after)))
-    assert truth[1] > 0
-    assert found.saved[1].saved_s == pytest.approx(truth[1], rel=0.25)
+    saved_s = truth_s = 0.0
+    for seed in range(3):  # of one the mean depends on a few long waits
+        config = config.replaced(seed=seed)
+        before = played(config, PRESENT[present]())
+        after = played(config, policy_named("priced"))[0]
+        found = cf.counterfactual(segment_of(*before, announced), policy_named("priced"))
+        late = np.argsort(before[0].arrival_s)[config.requests // 5 :]
+        truth = np.subtract(*(cf.figures(np.array(p.ttft_s)[late]) for p in (before[0], after)))
+        assert truth[1] > 0
+        saved_s, truth_s = saved_s + found.saved[1].saved_s, truth_s + truth[1]
+    assert saved_s == pytest.approx(truth_s, rel=0.25)
 
 
 def test_a_learnt_factor_lengthens_steps_and_runs_alike(announced):
