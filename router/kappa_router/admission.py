@@ -168,7 +168,7 @@ def evaluate(
         late_s - limit.usable_ttft_s,
         token_s - limit.usable_tpot_s,
         token_s,
-        # Without a free slot it waits until another ends, which no prediction has priced.
+        # Without a free slot it waits until another ends, however short that wait is predicted.
         row.in_flight >= float(fleet.records["max_sequences"][slot]),
         row.in_flight == 0,
         demand.blocked(now_s, row.compute_s, workers),

@@ -185,7 +185,8 @@ class Estimates:
     # Total delay that its prefill puts on those that decode there.
     tpot_impact_s = Column()
     # Decode interference: the part of the objective that its prompt and its tokens use up of the
-    # requests in flight there, and of those that come during its prefill, as seconds of a TTFT.
+    # requests in flight there, and of those that come during its prefill, as seconds of a TTFT; and
+    # as much of it as the request is likely to be late itself.
     interference_s = Column()
     # Recent seconds of prefill per second (over 1: more than it can do), recent requests a second.
     gpu_use = Column()

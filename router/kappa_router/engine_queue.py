@@ -343,9 +343,7 @@ class EngineQueue:
         packs, capacity = self.speed.packs, self.speed.capacity_tokens
         places = (self.speed.max_sequences or _MANY) - len(admitted)
         for job in waiting:
-            if places <= 0:
-                break
-            fits = not held or held + job.footprint_tokens <= capacity
+            fits = places > 0 and (not held or held + job.footprint_tokens <= capacity)
             if packs and job.loads:
                 fits = fits and self._link_free_s <= self._now_s
             elif budget <= 0:

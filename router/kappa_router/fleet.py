@@ -193,9 +193,7 @@ class Fleet:
             overhead_s=overhead_s,
             **certainty._asdict(),
         )
-        slot = self._slots[worker]
-        now_s = float(self.records["spent_at_s"][slot])
-        reservations.decode(self.records, slot, 0, 0, now_s, USE_WINDOW_S)
+        reservations.keep_factors(self.records, self._slots[worker])
 
     def reported(
         self, worker: str, now_s: float, spare_tokens: float, net_tokens_per_s: float = 0.0

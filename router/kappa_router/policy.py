@@ -80,13 +80,15 @@ class Priced(Stateless):
 
     Decoding is shared work too: the request's prompt holds up all that are in flight beside it, and
     each token that it will generate makes a step longer for them. What that costs is counted in
-    what the objective allows: an answer of O tokens may take O times the TPOT limit, and of that
-    the steps there and the prompts of all in flight use a share u. Misses rise the faster the
-    nearer u is to 1, so the square of u is kept small: d more of u cost each answer 2 u d, a share
-    of the TTFT limit, neither u nor d above 1: an answer is late once
-    (docs/adr/0107-the-objective-in-the-price.md). And while the node is busy for longer than the
-    least TTFT objective, who comes to it is late: for what the prompt adds to that time, each
-    arrival of the node's own rate loses a TTFT limit (docs/adr/0129).
+    what the objective allows: an answer of O tokens may take O times the TPOT limit, and the
+    request's prompt and tokens use a share d of that, at most 1. A request with predicted seconds x
+    times its limit is late with likelihood L(x) = 1 / (1 + x^-k), so each in flight costs d times
+    L's derivative there, and the request itself L of its own first and later tokens, as shares of
+    the TTFT limit (docs/adr/0107-the-objective-in-the-price.md, and
+    docs/adr/0179-a-place-and-being-late-are-priced.md). And while the node is busy, or has no place
+    free among those that run at a time, for longer than the least TTFT objective, who comes to it
+    is late: for what the request adds to that time, each arrival of the node's own rate loses a
+    TTFT limit (docs/adr/0129).
     """
 
     def __init__(self, name: str = "priced", *, fetches: bool = False) -> None:

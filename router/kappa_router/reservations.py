@@ -18,15 +18,16 @@ Prompt = tuple[float, float, int]
 
 
 @compiled
-def fade(worker: Any, now_s: float, window_s: float) -> float:
-    """The remaining share of recent use; a clock that was set back does not make it grow."""
-    return math.exp(min(worker.used_s - now_s, 0.0) / window_s)
+def fade(at_s: float, now_s: float, window_s: float) -> float:
+    """The remaining share of what was counted up to `at_s`; a clock that was set back does not make
+    it grow."""
+    return math.exp(min(at_s - now_s, 0.0) / window_s)
 
 
 @compiled
 def spent(worker: Any, now_s: float, window_s: float) -> tuple[float, float]:
     """Seconds that requests decoded there lately, of all together, and how many of them ended."""
-    left = math.exp(min(worker.spent_at_s - now_s, 0.0) / window_s)
+    left = fade(worker.spent_at_s, now_s, window_s)
     since_s = max(now_s - worker.spent_at_s, 0.0)
     return worker.spent_s * left + worker.decoding * since_s, worker.ends * left
 
@@ -47,7 +48,7 @@ def reserve(
     worker.waiting += 1
     worker.queued_tokens += row.new_tokens
     worker.resident_tokens += row.device_tokens + row.cached_tokens + row.new_tokens
-    left = fade(worker, now_s, window_s)
+    left = fade(worker.used_s, now_s, window_s)
     worker.used_s = now_s
     worker.use_known = worker.use_known * left + 1 - left
     worker.gpu_use = worker.gpu_use * left + row.work_s / window_s
@@ -100,14 +101,20 @@ def finish_prompt(workers: Workers, slot: int, done: Prompt, now_s: float) -> No
 def decode(
     workers: Workers, slot: int, requests: int, context_tokens: float, now_s: float, window_s: float
 ) -> None:
-    """`requests` more (or fewer) decode over `context_tokens` more; 0 and 0 where the worker's
-    factors are new."""
+    """`requests` more (or fewer) decode over `context_tokens` more."""
     worker = workers[slot]
     worker.spent_s, worker.ends = spent(worker, now_s, window_s)
     worker.ends += max(-requests, 0)
     worker.spent_at_s = now_s
     worker.decoding += requests
     worker.decode_context_tokens += context_tokens
+    keep_factors(workers, slot)
+
+
+@compiled
+def keep_factors(workers: Workers, slot: int) -> None:
+    """Compute what is kept of the worker's factors, which are new or for other requests."""
+    worker = workers[slot]
     worker.decoding_factor = step_seconds.factor(worker.factors, worker.decoding)
     worker.one_more_factor = step_seconds.factor(worker.factors, worker.decoding + 1)
     worker.one_more_weights_s = step_seconds.weights_read_s(worker, 1.0, worker.decoding + 1)

@@ -177,18 +177,21 @@ def under_way_s(worker: Any, cached_tokens: float) -> float:
 
 
 @compiled
-def place_wait_s(worker: Any, more: int, answer_s: float, now_s: float, window_s: float) -> float:
-    """The wait for a place among the `max_sequences` that the engine runs at a time, of the request
-    after `more` others; 0 where one is free.
+def place_waits_s(
+    worker: Any, answer_s: float, now_s: float, window_s: float
+) -> tuple[float, float]:
+    """The waits of the request, and of the next one, for a place among the `max_sequences` that the
+    engine runs at a time; 0 where one is free.
 
     Those that run end as often per second of decoding as they lately did. One answer of `answer_s`
     counts as one more of which that is known.
     """
-    ahead = worker.in_flight + 1 + more - worker.max_sequences
-    if ahead <= 0:
-        return 0.0
+    ahead = worker.in_flight + 1 - worker.max_sequences
+    if ahead < 0:
+        return 0.0, 0.0
     spent_s, ends = spent(worker, now_s, window_s)
-    return ahead * (spent_s + answer_s) / ((ends + 1) * worker.max_sequences)
+    all_s, often = spent_s + answer_s, (ends + 1) * worker.max_sequences
+    return ahead * all_s / often, (ahead + 1) * all_s / often
 
 
 @compiled
@@ -296,20 +299,18 @@ def price_interference(
             row.interference_s = 0.0
             continue
         token_s = worker.token_s + worker.comm_token_s + prompt_tokens * worker.context_token_s
-        bounded = worker.step_factor > 0
-        held_up_s = row.interference_s * (BOUNDED_SHARE if bounded else 1.0)
+        held_up_s = row.interference_s * (BOUNDED_SHARE if worker.step_factor > 0 else 1.0)
         each_s = min(row.tpot_s, max(bounded_s(workers, slots[i]), own_s[0, i]))
         slow = lateness(each_s, tpot_limit_s, LATE_POWERS[1])
         added = min(token_s / tpot_limit_s + held_up_s / answer_s, 1.0)
         # By how much more likely each in flight is to be late: the derivative of `lateness`.
-        growth = LATE_POWERS[1] * slow * (1 - slow) * tpot_limit_s / each_s
-        lost = slow + worker.in_flight * growth * added
+        growth = LATE_POWERS[1] * slow * (1 - slow) * tpot_limit_s / each_s if slow > 0 else 0.0
         # For so much longer who comes waits past the least objective of a first token.
         least_s, queue_s = slo[0] * worker.dilation, max(row.gpu_backlog_s, own_s[1, i])
         next_s = max(row.gpu_backlog_s + row.work_s, own_s[2, i])
         late_s = max(next_s - least_s, 0.0) - max(queue_s - least_s, 0.0)
-        lost += row.prefills_per_s * late_s
-        lost += lateness(row.ttft_s, ttft_limit_s, LATE_POWERS[0])
+        own = slow + lateness(row.ttft_s, ttft_limit_s, LATE_POWERS[0])
+        lost = own + worker.in_flight * growth * added + row.prefills_per_s * late_s
         row.interference_s = share * ttft_limit_s * lost
 
 
@@ -348,7 +349,7 @@ def price(
         )
         row.interference_s = max(row.compute_s - read_s, 0.0)
         row.tpot_impact_s = worker.decoding * row.interference_s
-        left = fade(worker, now_s, window_s)
+        left = fade(worker.used_s, now_s, window_s)
         known = max(worker.use_known * left + 1 - left, LEAST_KNOWN)
         row.gpu_use = worker.gpu_use * left / known
         row.loads_per_s = worker.loads_per_s * left
@@ -365,9 +366,8 @@ def price(
             row.fetch_tokens = row.fetch_s = 0.0
         row.link_backlog_s, row.gpu_backlog_s = link_s, gpu_s
         step_s = reading_step_s(worker, prompt_tokens + worker.resident_tokens)
-        own_s[0, i], answer_s = step_s, output_tokens * step_s
-        for more in range(2):
-            own_s[1 + more, i] = place_wait_s(worker, more, answer_s, now_s, window_s)
+        places_s = place_waits_s(worker, output_tokens * step_s, now_s, window_s)
+        own_s[0, i], own_s[1, i], own_s[2, i] = step_s, places_s[0], places_s[1]
         wait_s = max(start_s + row.load_s, gpu_s, own_s[1, i]) + under_way_s(worker, cached)
         row.ttft_s = worker.overhead_s + wait_s + row.compute_s
         row.ttft_sd = deviation(worker, row)

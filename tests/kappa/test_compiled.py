@@ -124,7 +124,7 @@ def test_the_prices_are_those_that_python_gives(source):
     workers["decoding"][2] = 0.0
     workers["resident_tokens"][4] = 5000.0
     for slot in range(5):
-        reservations.decode(workers, slot, 0, 0, 0.0, 1.0)
+        reservations.keep_factors(workers, slot)
     # Fields that are not given are overwritten.
     estimates = np.full(4, np.nan, dtype=ESTIMATE)
     estimates["device_tokens"], estimates["cached_tokens"] = rng.uniform(0, 100, (2, 4))

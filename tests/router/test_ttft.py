@@ -28,7 +28,7 @@ def records(names, *rows):
         for name, value in row.items():
             record[name] = value
     for slot in range(len(made) if names is ttft.WORKER else 0):
-        reservations.decode(made, slot, 0, 0, made[slot]["spent_at_s"], 1.0)
+        reservations.keep_factors(made, slot)
     return made
 
 

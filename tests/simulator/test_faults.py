@@ -171,7 +171,7 @@ def test_router_learns_of_a_node_ten_times_slower_than_announced(many, documents
     assert np.isfinite(found.predicted_s).all() and (found.predicted_s >= 0).all()
     assert not np.isnan(found.e2e_s).any(), "a request was rejected"
     # At first the node draws requests; of the last third it gets what it gets as announced.
-    assert (found.node[:100] == node).mean() > 1.2 * (right.node[:100] == node).mean()
+    assert (found.node[:100] == node).mean() > 1.5 * (right.node[:100] == node).mean()
     assert (found.node[600:] == node).mean() < 1.5 * (right.node[600:] == node).mean()
     p99_s, right_s = (np.quantile(r.ttft_s[600:], 0.99) for r in (found, right))
     assert p99_s < 1.1 * right_s

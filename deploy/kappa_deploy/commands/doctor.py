@@ -169,7 +169,7 @@ def send_twice(client: httpx.Client, nodes: list[dict[str, Any]]) -> Probe:
         answer = client.post("/v1/chat/completions", json=body, headers=named).raise_for_status()
         decision = _get(client, f"/v1/decisions/{request_id}")
         usage = answer.json()["usage"]
-        # Another worker may have computed it again; 'kv events' judges whether it told of it.
+        # Another worker may have computed it again; 'kv events' judges whether its events came.
         _becomes_known(client, body, decision["node"])
     except (httpx.HTTPError, ValueError, KeyError) as error:
         return Probe(fault=f"a prompt could not be sent: {error!r}")
