@@ -92,6 +92,11 @@ NO_KEY = Fault(401, "invalid_api_key", "No API key was sent; send 'Authorization
 OPERATOR_ONLY = Fault(
     403, "operator_only",
     "{path} is for operators: name the key's tenant in tenants.operators.")
+FOREIGN_TENANT = Fault(
+    403, "foreign_tenant",
+    "x-gateway-inference-fairness-id names another tenant than the request's own, {tenant}: leave "
+    "it out, or have the operator list that tenant in tenants.speaks_for.{tenant}.",
+    "x-gateway-inference-fairness-id")
 HEADERS_TOO_LARGE = Fault(
     431, "headers_too_large", "The request has {what}; at most {limit} are read.")
 BODY_TOO_SLOW = Fault(408, "body_too_slow", "The request body did not arrive within {limit_s:g} s.")

@@ -62,7 +62,7 @@ class RequestPath:
         """The router's view of a body that is only explained; it holds a place until it is
         tokenized."""
         live, request, holder = self.live(), ApiRequest.of(http, body), object()
-        request.prepare(self.models)
+        request.prepare(self.models, self.settings)
         if not self.places.take(holder, request.tenant, live.router.in_flight):
             after_s = live.retry_after_s()
             raise errors.QUEUE_FULL(limit=self.places.limit, retry_after_s=after_s)
@@ -170,4 +170,5 @@ def _route_request(
         request.request_id, prompt.token_ids, request.max_tokens, request.salt, exclude=exclude,
         prompt_tokens=prompt.tokens, model=request.model.name, tenant=request.tenant.name,
         weight=request.tenant.weight, priority=request.body.priority or 0,
+        ttft_limit_s=request.ttft_limit_s,
     )  # fmt: skip

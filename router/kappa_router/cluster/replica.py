@@ -124,7 +124,7 @@ class KappaDecider(Face):
             self._tracing = Tracing(settings.observing, record_of)
             self._telemetry.on_end = self._tracing.ended
         # Without keys tenants cannot be told apart.
-        places = Places(settings.router.max_queue, shared=bool(access.tenants.by_digest))
+        places = Places(settings.router.max_queue, shared=access.tenants.apart)
         self._path = RequestPath(
             settings.router, Tokenizing(renderers), places, self._telemetry, self._live,
             settings.models,

@@ -103,7 +103,7 @@ class ClusterScene(KnownServers):
         api = ApiRequest(asked.request_id, found.body, asked.headers, inbound, asked.digest)
         self._path.begin(api)
         try:
-            api.prepare(self._path.models)
+            api.prepare(self._path.models, self._path.settings)
             routed = await self._path.routed(self.live, api)
             routed = await self._prefill(self.live, routed, api)
             workers = self.live.router.workers

@@ -16,6 +16,7 @@ from kappa.protocol import Admission
 from kappa_router.api import errors
 from kappa_router.api.errors import ApiError
 from kappa_router.api.metadata import SESSION_HEADER
+from kappa_router.api.request import objective_of
 from kappa_router.decision import Decision, NoWorkerError, RouteRequest
 from kappa_router.front.backend import Backend
 from kappa_router.front.facts import usage_in
@@ -73,9 +74,10 @@ class FrontScene(KnownServers):
 
     async def read(self, asked: Asked) -> Reading:
         """As `Front.read`. Raises ApiError 404 for a model that no server has, 400 for fields that
-        would hide how many tokens an answer has."""
-        front, body = self.front, asked.body
-        wanted = await front.read(asked.path, body, asked.tenant)
+        would hide how many tokens an answer has, and for an objective that is none."""
+        front, body, tenant = self.front, asked.body, asked.tenant
+        priority, ttft_limit_s = objective_of(asked.headers, front.settings.router, tenant)
+        wanted = await front.read(asked.path, body, tenant)
         if wanted.merged:
             raise errors.refused_field("stream_interval", "events are counted as tokens")
         if body[:1] == b"{":
@@ -89,8 +91,9 @@ class FrontScene(KnownServers):
         usable = front.usable()
         await self.first_known(lambda: usable - request.exclude)
         away = frozenset(front.backends) - self.endpoints.keys()
+        request = replace(request, exclude=request.exclude | away, tenant=tenant.name)
         return Reading(
-            replace(request, exclude=request.exclude | away),
+            replace(request, weight=tenant.weight, priority=priority, ttft_limit_s=ttft_limit_s),
             wanted.max_tokens * wanted.answers,
             wanted.streamed,
             repeatable=asked.path in self.priced or asked.path in PASSED_PATHS,
