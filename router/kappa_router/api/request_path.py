@@ -75,10 +75,11 @@ class RequestPath:
 
     def begin(self, request: ApiRequest) -> None:
         """Follow a request to its end."""
-        traceparent = request.headers.get("traceparent", "")
-        request.timeline = self.telemetry.begin(
+        traceparent, body = request.headers.get("traceparent", ""), request.body
+        request.timeline = timeline = self.telemetry.begin(
             request.request_id, request.tenant.name, time.time(), traceparent
         )
+        timeline.chat, timeline.max_tokens = body.is_chat, request.max_tokens
 
     def end(self, request: ApiRequest, end: str, status: int) -> None:
         """A request is over; only the first call counts."""
@@ -87,6 +88,7 @@ class RequestPath:
     async def routed(self, live: LiveRouter, request: ApiRequest) -> RouteRequest:
         """The router's view of a request: its prompt in tokens, and the workers that must not serve
         it. Raises ApiError."""
+        request.timeline.model = request.adapter or request.model.name
         # A decider that has only just begun may be asked before it knows of any worker.
         await live.members.first_joined(_FIRST_WORKER_S)
         prompt = await self._tokenized(live, request)
