@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import structlog
 
-from kappa.protocol import Admission
+from kappa.protocol import DECIDED_PATHS, PASSED_PATHS, Admission
 from kappa_router.api import errors
 from kappa_router.api.errors import ApiError
 from kappa_router.api.metadata import SESSION_HEADER
@@ -20,7 +20,7 @@ from kappa_router.api.request import objective_of
 from kappa_router.decision import Decision, NoWorkerError, RouteRequest
 from kappa_router.front.backend import Backend
 from kappa_router.front.facts import usage_in
-from kappa_router.front.front import DECIDED_PATHS, Front
+from kappa_router.front.front import Front
 from kappa_router.gateway.endpoints import EndpointsFile, Resolver, shared_addresses
 from kappa_router.gateway.known import KnownServers
 from kappa_router.gateway.process import Gateway
@@ -30,12 +30,6 @@ from kappa_router.sent_prompts import Sent
 
 log = structlog.get_logger(__name__)
 
-PASSED_PATHS = (
-    "/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank",
-    "/v1/score", "/score", "/pooling", "/classify", "/tokenize", "/detokenize",
-    "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech",
-)  # fmt: skip
-"""Inference that is not priced, and may be done twice."""
 # The most that one sound or image comes to, of which a body that is not JSON is.
 _MEDIA_TOKENS = 16_384
 _OF_IDS = re.compile(rb'"(?:prompt|input)"\s*:\s*\[[\s\[]*[0-9]')
@@ -87,7 +81,7 @@ class FrontScene(KnownServers):
         else:
             wanted.bound = min(len(body), _MEDIA_TOKENS)
         wanted.session = asked.headers.get(SESSION_HEADER) or wanted.session
-        request = front.request(asked.request_id, wanted)
+        request = front.request(asked.request_id, wanted, asked.path)
         usable = front.usable()
         await self.first_known(lambda: usable - request.exclude)
         away = frozenset(front.backends) - self.endpoints.keys()

@@ -16,7 +16,7 @@ from typing import Generic
 
 import structlog
 
-from kappa.protocol import ENDPOINT_HEADER, TO_ID_HEADER
+from kappa.protocol import ENDPOINT_HEADER, PASSED_PATHS, TO_ID_HEADER
 from kappa_router.api import errors
 from kappa_router.api.app import KEY_HEADERS, MESSAGES_PATHS, TENANT_HEADERS, Door, fit_id
 from kappa_router.api.checks import digits
@@ -79,7 +79,8 @@ class Decider(Generic[F]):
             bearer, api_key, named = (inquiry.headers.get(one, "") for one in TENANT_HEADERS)
             tenant = await self._door.tenant(bearer, api_key, now_s, named)
             if path not in self._scene.priced and path not in self._scene.passed:
-                raise errors.NO_SUCH_PATH()
+                known = path in PASSED_PATHS
+                raise errors.NOT_SERVED(path=path) if known else errors.NO_SUCH_PATH()
             if path in self._scene.priced and inquiry.method != "POST":
                 raise errors.WRONG_METHOD()
             if inquiry.body is None:

@@ -88,6 +88,8 @@ async def test_own_paths_are_answered_and_others_are_refused(cluster):
             ("/v1/nowhere", {}, 404, "not_found"),
             ("/v1/chat/completions/", {}, 404, "not_found"),
             ("/health", {}, 404, "not_found"),
+            ("/v1/embeddings", {}, 404, "not_served"),
+            ("/v1/audio/transcriptions", {}, 404, "not_served"),
             (CHAT, {"model": "none"}, 404, "model_not_found"),
             (CHAT, {"kv_transfer_params": {"a": 1}}, 400, None),
             (CHAT, {"max_tokens": 1 << 20}, 400, None),

@@ -131,6 +131,34 @@ async def test_gateways_headers_name_tenant_class_and_limit():
         assert front.live.records[asked.request_id].tenant == "team"
 
 
+async def test_paths_go_to_the_servers_that_are_for_them():
+    async with serving(FakeServer(), FakeServer(model="bge-m3"), FakeServer("whisper")) as servers:
+        for_each = [], ["/v1/embeddings", "/v1/rerank"], ["/v1/audio/transcriptions"]
+        rows = [
+            {"url": one.url, "profile": "pcie", "name": name, "serves": paths}
+            for one, name, paths in zip(servers, "abc", for_each, strict=True)
+        ]
+        rows[0]["serves"] = [CHAT]
+        async with routing(*rows) as front:
+            form = aiohttp.FormData({"model": "whisper"})
+            form.add_field("file", b"RIFF" * 1000, filename="a.wav")
+            for path, body, at in (
+                ("/v1/embeddings", {"json": {"model": "bge-m3", "input": ["a", "b"]}}, 1),
+                ("/v1/rerank", {"json": {"query": "a", "documents": ["b"]}}, 1),
+                ("/v1/audio/transcriptions", {"data": form}, 2),
+                (CHAT, {"json": chat()}, 0),
+            ):
+                assert (await front.http.post(path, **body)).status == 200
+                assert servers[at].seen[-1][1] == path
+            assert sent_to(servers) == [1, 2, 1]
+            for path, body, says in (
+                ("/v1/score", {}, "No server here is for /v1/score: name it in serves"),
+                ("/v1/embeddings", {"model": "llama-3.1-8b"}, "this cluster serves bge-m3"),
+            ):
+                answer = await front.http.post(path, json=body)
+                assert answer.status == 404 and says in await answer.text()
+
+
 async def test_refusal_of_a_server_is_passed_on_unchanged():
     async with fronted(FakeServer(status=400), FakeServer(status=400)) as (front, servers):
         answer = await front.http.post(CHAT, json=chat())
