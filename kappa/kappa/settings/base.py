@@ -15,8 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from kappa.keys import TENANT_NAME
+from kappa.protocol import MOST_PRIORITY
 
 TenantName = Annotated[str, Field(pattern=TENANT_NAME)]
+
+PriorityClass = Annotated[int, Field(ge=0, le=MOST_PRIORITY)]
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, FilePath, field_validator, model_validator
 
 from kappa.checks import http_parts
+from kappa.protocol import DECIDED_PATHS, PASSED_PATHS
 from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings, open_door
 from kappa.settings.base import Finite, Section, settings_from
 from kappa.settings.pools import Name, ProfileName, ShapeName
@@ -60,6 +61,9 @@ class BackendSettings(Section):
         (),
         description="where it publishes KV events, tcp://HOST:PORT (vLLM: endpoint tcp://*:PORT); "
         "a list if its data-parallel ranks do so at ports of their own",
+    )
+    serves: tuple[PassedPath, ...] = Field(
+        (), description="paths that it is for, as /v1/embeddings; default: all that go to servers"
     )
     key_env: str | None = Field(
         None, description="environment variable with the key that it wants; none: the client's own"
@@ -174,6 +178,18 @@ class FrontSettings(Section):
         if "://" not in value:
             raise ValueError(f"{value!r}: give {', '.join(_PRESENT)}, or the url of your balancer")
         return _server_url(value)
+
+    @model_validator(mode="after")
+    def _known_paths(self) -> FrontSettings:
+        known = {*DECIDED_PATHS, *PASSED_PATHS, *self.passed}
+        for one in self.backends:
+            strange = sorted(set(one.serves) - known)
+            if strange:
+                raise ValueError(
+                    f"backend {one.worker} serves {strange[0]}, which clients cannot reach: name "
+                    f"it in passed, or one of {', '.join(sorted(known))}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _unlike(self) -> FrontSettings:

@@ -19,7 +19,7 @@ import aiohttp
 import numpy as np
 import structlog
 
-from kappa.protocol import Announcement
+from kappa.protocol import DECIDED_PATHS, Announcement
 from kappa.settings.front import FrontSettings
 from kappa_router.api import errors
 from kappa_router.api.errors import ApiError
@@ -50,7 +50,6 @@ from kappa_router.sent_prompts import (
 
 log = structlog.get_logger(__name__)
 
-DECIDED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 # The fields that are read of any body, and of one with a prompt.
 _COMMON = frozenset({
     "model", "cache_salt", "stream", "max_tokens", "max_completion_tokens", "n", "best_of",
@@ -207,13 +206,17 @@ class Front:
         """Servers that may get requests."""
         return {name for name, one in self.backends.items() if one.usable}
 
-    def serving(self, model: str) -> frozenset[str]:
-        """Servers that list the model; of no model, all."""
+    def serving(self, model: str, path: str = DECIDED_PATHS[0]) -> frozenset[str]:
+        """Servers for the path that list the model; of no model, all of them."""
         return frozenset(
-            name
-            for name, one in self.backends.items()
+            one.worker
+            for one in self._for(path)
             if not model or any(model == known.name for known in one.models)
         )
+
+    def _for(self, path: str) -> list[Backend]:
+        every = self.backends.values()
+        return [one for one in every if not one.settings.serves or path in one.settings.serves]
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -236,10 +239,11 @@ class Front:
             return wanted
         if not self._by_ids or isinstance(data.get("prompt"), list):
             return wanted
+        serving = self.serving(wanted.model, path)
         able = [
             one
             for name, one in self.backends.items()
-            if name in self.serving(wanted.model) and one.settings.events and one.connected
+            if name in serving and one.settings.events and one.connected
         ]
         if able:
             chosen = min(able, key=lambda one: self.live.router.in_flight_on(one.worker))
@@ -251,11 +255,17 @@ class Front:
                     wanted.tokens = await chosen.tokens(data)
         return wanted
 
-    def request(self, request_id: str, wanted: Wanted) -> RouteRequest:
-        """The router's part of a request; raises ApiError 404 for a model that no server has."""
-        serving = self.serving(wanted.model)
-        if not serving and all(backend.known for backend in self.backends.values()):
-            names = sorted({m.name for one in self.backends.values() for m in one.models})
+    def request(
+        self, request_id: str, wanted: Wanted, path: str = DECIDED_PATHS[0]
+    ) -> RouteRequest:
+        """The router's part of a request; raises ApiError 404 for a model that no server has, or a
+        path that none is for."""
+        serving = self.serving(wanted.model, path)
+        able = self._for(path)
+        if not able:
+            raise errors.PATH_OF_NO_SERVER(path=path)
+        if not serving and all(backend.known for backend in able):
+            names = sorted({m.name for one in able for m in one.models})
             raise errors.UNKNOWN_MODEL(model=wanted.model[:200], served=", ".join(names))
         adapter = any(
             m.parent for one in self.backends.values() for m in one.models if m.name == wanted.model
