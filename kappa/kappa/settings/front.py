@@ -127,6 +127,13 @@ class ListenSettings(HttpSettings):
     )
 
 
+class PickerSettings(Section):
+    """The endpoint picker of a gateway (Gateway API Inference Extension), instead of an Envoy of
+    our own; `http` is then the address of our own paths."""
+
+    port: int = Field(9002, ge=0, le=65535, description="of gRPC, at http.host; 0: any free one")
+
+
 class FrontSettings(Section):
     """`kappa route`: servers, and how requests are routed among them."""
 
@@ -152,6 +159,9 @@ class FrontSettings(Section):
     access: AccessSettings = AccessSettings()
     http: ListenSettings = ListenSettings()
     observing: ObservingSettings = ObservingSettings()
+    epp: PickerSettings | None = Field(
+        None, description="pick servers for a gateway that passes the requests on itself"
+    )
     block_tokens: int = Field(
         16, ge=1, le=4096, description="of servers that publish events: vLLM's --block-size"
     )
@@ -199,7 +209,24 @@ class FrontSettings(Section):
                 "not there, and tenants.unknown: refuse nobody without a key: give "
                 "http.decider_away: refuse"
             )
+        if self.epp is not None:
+            self._fit_a_gateway()
         return self
+
+    def _fit_a_gateway(self) -> None:
+        """Raises ValueError for what only an Envoy of our own does."""
+        for one in self.backends:
+            parts = urlsplit(one.url)
+            if parts.scheme != "http" or parts.path or one.key_env:
+                raise ValueError(
+                    f"backends: {one.url} has TLS, a path or a key; before it stands the gateway "
+                    "(epp): give http://HOST:PORT, and configure the rest there"
+                )
+        if "://" in self.present or self.http.decider_away != "refuse":
+            raise ValueError(
+                "epp: requests pass the gateway alone: name no balancer as present, and leave "
+                "http.decider_away as it is (the pool's failureMode says it)"
+            )
 
 
 def backend_of(text: str) -> dict[str, str]:
