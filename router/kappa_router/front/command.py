@@ -77,7 +77,8 @@ def route(
 
 
 def _announce(settings: FrontSettings, url: str) -> None:
-    servers = ", ".join(one.url for one in settings.backends)
+    pool = settings.epp.pool if settings.epp else None
+    servers = pool.name if pool else ", ".join(one.url for one in settings.backends)
     what = "picking for a gateway" if settings.epp else f"routing {url}/v1"
     warn(f"{what} among {servers}; watch it at {url}/", "dim")
 

@@ -25,6 +25,7 @@ from kappa_router.api.reading import prepare
 from kappa_router.api.start import access_of
 from kappa_router.front.app import make_face_app, own_routes
 from kappa_router.front.front import Front
+from kappa_router.front.inference_pool import InferencePool, KubernetesApi
 from kappa_router.front.scene import FrontScene
 from kappa_router.gateway.decider import Decider
 from kappa_router.gateway.hosting import UNHEARD_S, faced, hosted, running
@@ -96,6 +97,9 @@ async def picking(settings: FrontSettings) -> AsyncIterator[FrontGateway]:
     async with contextlib.AsyncExitStack() as stack:
         front = await stack.enter_async_context(Front(settings))
         scene = FrontScene(front)
+        if settings.epp.pool is not None:
+            pool = InferencePool(settings.epp.pool, front, KubernetesApi.in_cluster())
+            front.run("pool", "", pool.follow)
         scene.passed |= {"/v1/models"}  # The servers' own answer.
         decider = Decider(scene, door, replace(_rule_of(settings), unheard_s=math.inf))
         spec = _spec_of(settings, scene, [], Path())

@@ -201,7 +201,8 @@ class FrontScene(KnownServers):
 
     async def lives(self, worker: str) -> bool:
         """As `Backend.lives`."""
-        return await self.front.backends[worker].lives()
+        backend = self.front.backends.get(worker)
+        return backend is not None and await backend.lives()
 
     def ended(self, flight: Flying, end: str) -> None:
         """It is over at its server (`LiveRouter.release`)."""

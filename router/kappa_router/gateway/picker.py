@@ -50,7 +50,8 @@ _LARGE_BYTES = 100_000
 _MARKS, _EVENT = (b'"choices"', b"delta"), b"data: {"
 # A gateway that is gone is noticed after twice as long.
 _ALIVE_MS = 20_000
-_MESSAGE_BYTES = 4 << 20
+# Of a message, besides a part of a body.
+_FRAME_BYTES = 1 << 20
 
 
 class Watcher(Protocol):
@@ -72,10 +73,10 @@ class Picker:
         streams: int,
     ) -> None:  # fmt: skip
         self.decide, self.watcher, self.bounds = decide, watcher, bounds
-        self._ready = ready
+        self._ready, self._stopped = ready, asyncio.Event()
         options = (
             ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", _MESSAGE_BYTES),
+            ("grpc.max_receive_message_length", bounds.body_bytes + _FRAME_BYTES),
             ("grpc.keepalive_time_ms", _ALIVE_MS),
             ("grpc.keepalive_timeout_ms", _ALIVE_MS),
         )
@@ -111,10 +112,12 @@ class Picker:
     async def stop(self, drain_s: float = 0.0) -> None:
         """Take no new request, and wait for open ones for so long."""
         await self._server.stop(drain_s)
+        self._stopped.set()
 
     async def died(self) -> None:
         """Returns once it was stopped."""
-        await self._server.wait_for_termination()
+        # Who waits for the server itself, and is cancelled, cancels its end.
+        await self._stopped.wait()
 
     async def _process(self, _: Any, context: Any) -> None:
         talk = _Exchange(self, context)
@@ -203,14 +206,16 @@ class _Exchange:
         try:
             self._check_modes(message, head)
             if not head.end_of_stream:
-                bounds = self._picker.bounds
+                most = self._picker.bounds.body_bytes
                 size = digits(headers.get("content-length", ""), 19)
-                if size is None or size >= _LARGE_BYTES:
+                if size is not None and size < _LARGE_BYTES:
+                    most = min(most, size)
+                else:
                     verdict = await verdict_of(self._picker.decide(inquiry))
                     if isinstance(verdict, Refuse):
                         return verdict
                     headers[TO_ID_HEADER] = verdict.upstream[TO_ID_HEADER]
-                await self._take_body(bounds)
+                await self._take_body(most)
         except ApiError as error:
             path = inquiry.target.partition("?")[0]
             return refusal(error, anthropic=path.endswith(MESSAGES_PATHS))
@@ -230,11 +235,12 @@ class _Exchange:
             )  # fmt: skip
             raise errors.GATEWAY_MISCONFIGURED()
 
-    async def _take_body(self, bounds: Bounds) -> None:
-        """Take the body until it ends; raises ApiError 408 and 413."""
+    async def _take_body(self, most: int) -> None:
+        """Take the body, of at most so many bytes, until it ends; raises ApiError 408 and 413."""
         parts, size, whole = list[bytes](), 0, False
+        limit_s = self._picker.bounds.body_s
         try:
-            async with asyncio.timeout(bounds.body_s):
+            async with asyncio.timeout(limit_s):
                 while not whole:
                     _, field, told = await self._read()
                     self._trailers = field == "request_trailers"
@@ -243,11 +249,11 @@ class _Exchange:
                         size += len(told.body)
                     elif not self._trailers:
                         raise BrokenProtocolError(f"{field or 'nothing'} comes within a body")
-                    if size > bounds.body_bytes:
-                        raise errors.BODY_TOO_LARGE(limit_bytes=bounds.body_bytes)
+                    if size > most:
+                        raise errors.BODY_TOO_LARGE(limit_bytes=most)
                     whole = self._trailers or told.end_of_stream
         except TimeoutError:
-            raise errors.BODY_TOO_SLOW(limit_s=bounds.body_s) from None
+            raise errors.BODY_TOO_SLOW(limit_s=limit_s) from None
         self._body = b"".join(parts)
 
     async def _sent_on(self, go: Go, *, without_body: bool) -> None:

@@ -1,144 +1,22 @@
-"""A gateway of the Gateway API Inference Extension: a real Envoy that asks a picker, and its
-ext-proc messages as a test writes them."""
+"""An endpoint picker before servers, and what a gateway says to it, as a test writes it."""
 
 import asyncio
 import contextlib
 import json
-import tempfile
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
-import aiohttp
 import grpc.aio
 
-from kappa.host import free_port
 from kappa.settings.front import load_front_settings
+from kappa_benchmarks.serving.gateway import DESTINATION
 from kappa_router.front.gateway import picking
-from kappa_router.gateway.clusters import TYPES, extension
 from kappa_router.gateway.ext_proc import MESSAGES, SERVICE, SUBSET
-from kappa_router.gateway.process import find_envoy
 from tests.router.front.conftest import QUICK, chat
 from tests.router.front.offering import serving
 from tests.router.patience import PATIENCE_S, until
 
-DUPLEX = "FULL_DUPLEX_STREAMED"
-DESTINATION = "x-gateway-destination-endpoint"
 BODY = json.dumps(chat(stream=True)).encode()
-_HTTP2 = {
-    "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
-        "@type": TYPES + "extensions.upstreams.http.v3.HttpProtocolOptions",
-        "explicit_http_config": {"http2_protocol_options": {}},
-    }
-}
-
-
-def policy(name, message, **config):
-    kind = f"extensions.load_balancing_policies.{name}.v3.{message}"
-    made = extension(f"envoy.load_balancing_policies.{name}", kind, **config)
-    return {"policies": [{"typed_extension_config": made}]}
-
-
-def bootstrap(port, admin, picker, servers, answers=DUPLEX):
-    """Envoy's configuration as gateways make it from an InferencePool; answers: the mode in which
-    the picker sees their bodies."""
-    here = {"namespace": "envoy.lb", "key": DESTINATION}
-    path = [{"key": here["key"]}]
-    served = [{"key": "x-gateway-destination-endpoint-served"}]
-    picked = policy(
-        "override_host", "OverrideHost",
-        override_host_sources=[{"metadata": {"key": "envoy.lb", "path": path}},
-                               {"header": DESTINATION}],
-        selected_host_key={"key": "envoy.lb", "path": served},
-        fallback_policy=policy("round_robin", "RoundRobin"),
-    )  # fmt: skip
-    mode = {
-        "request_header_mode": "SEND", "response_header_mode": "SEND",
-        "request_body_mode": DUPLEX, "response_body_mode": answers,
-        "request_trailer_mode": "SEND",
-        "response_trailer_mode": "SEND" if answers == DUPLEX else "SKIP",
-    }  # fmt: skip
-    spaces = {"untyped": ["envoy.lb", "envoy.lb.subset_hint"]}
-    ask = extension(
-        "envoy.filters.http.ext_proc", "extensions.filters.http.ext_proc.v3.ExternalProcessor",
-        grpc_service={"envoy_grpc": {"cluster_name": "picker"}}, processing_mode=mode,
-        message_timeout="30s",
-        metadata_options={
-            "forwarding_namespaces": spaces,
-            "receiving_namespaces": {"untyped": ["envoy.lb"]},
-        },
-    )  # fmt: skip
-    router = extension("envoy.filters.http.router", "extensions.filters.http.router.v3.Router")
-    retried = {
-        "retry_on": "connect-failure,refused-stream,reset,retriable-status-codes",
-        "retriable_status_codes": [503], "num_retries": 2,
-    }  # fmt: skip
-    route = {
-        "match": {"prefix": "/"},
-        "route": {"cluster": "pool", "timeout": "0s", "retry_policy": retried},
-    }
-    manager = {
-        "@type": TYPES
-        + "extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
-        "stat_prefix": "gateway",
-        "http_filters": [ask, router],
-        "route_config": {"virtual_hosts": [{"name": "a", "domains": ["*"], "routes": [route]}]},
-    }
-    listener = {
-        "name": "gateway",
-        "address": address(port),
-        "per_connection_buffer_limit_bytes": 32 << 20,
-        "filter_chains": [{"filters": [{"name": "http", "typed_config": manager}]}],
-    }
-    clusters = [
-        cluster("picker", [picker]) | {"typed_extension_protocol_options": _HTTP2},
-        cluster("pool", servers) | {"load_balancing_policy": picked},
-    ]
-    return {
-        "admin": {"address": address(admin)},
-        "static_resources": {"listeners": [listener], "clusters": clusters},
-    }
-
-
-def address(port):
-    return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
-
-
-def cluster(name, ports):
-    ends = [{"endpoint": {"address": address(port)}} for port in ports]
-    return {
-        "name": name,
-        "connect_timeout": "1s",
-        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": ends}]},
-    }
-
-
-@contextlib.asynccontextmanager
-async def gateway(picker, servers, answers=DUPLEX):
-    """A gateway before a picker and servers, by their ports; its url."""
-    port, admin = free_port("127.0.0.1"), free_port("127.0.0.1")
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "envoy.json"
-        file.write_text(json.dumps(bootstrap(port, admin, picker, servers, answers)))
-        running = await asyncio.create_subprocess_exec(
-            find_envoy(), "-c", file, "--concurrency", "1", "--disable-hot-restart",
-            "-l", "error", "--use-dynamic-base-id",
-        )  # fmt: skip
-        try:
-            async with aiohttp.ClientSession() as http:
-
-                async def listens():
-                    assert running.returncode is None
-                    with contextlib.suppress(aiohttp.ClientError):
-                        return (await http.get(f"http://127.0.0.1:{admin}/ready")).status == 200
-
-                async with asyncio.timeout(PATIENCE_S):
-                    while not await listens():
-                        await asyncio.sleep(0.02)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            running.kill()
-            await running.wait()
 
 
 class Conversation:

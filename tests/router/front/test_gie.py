@@ -1,43 +1,56 @@
 """The endpoint picker behind a real Envoy, set up as gateways do for an InferencePool."""
 
 import asyncio
+import contextlib
 import json
 
 import aiohttp
 import pytest
 
+from kappa_benchmarks.serving.gateway import DUPLEX, gateway
 from tests.router.front.conftest import chat
-from tests.router.front.gie import DUPLEX, before, gateway
+from tests.router.front.gie import before
 from tests.router.front.offering import FakeServer, stream_of
 from tests.router.patience import until
 
 CHAT = "/v1/chat/completions"
 
 
+@contextlib.asynccontextmanager
+async def envoy(picker, servers, folder, answers=DUPLEX):
+    """The url of a gateway before them."""
+    ports = [one.port for one in servers]
+    running = gateway(picker.here.gateway.port, ports, folder, answers)
+    url, _ = await asyncio.to_thread(running.__enter__)
+    try:
+        yield url
+    finally:
+        running.__exit__(None, None, None)
+
+
 @pytest.mark.parametrize("answers", [DUPLEX, "STREAMED", "NONE"])
-async def test_traffic_passes_whatever_of_answers_is_shown(answers):
+async def test_traffic_passes_whatever_of_answers_is_shown(answers, tmp_path):
     servers = FakeServer(), FakeServer()
-    async with before(*servers) as picker:
-        ports = [one.port for one in servers]
-        async with (
-            gateway(picker.here.gateway.port, ports, answers) as url,
-            aiohttp.ClientSession(url) as http,
-        ):
-            for size in (10, 500_000):
-                body = json.dumps(chat("x" * size, stream=True)).encode()
-                answer = await http.post(CHAT, data=body)
-                assert (answer.status, await answer.read()) == (200, stream_of(servers[0]))
-                assert answer.headers["x-kappa-node"] in ("h100-pcie5", "gh200-c2c")
-                await picker.settled()
-                record = picker.live.records[answer.headers["x-request-id"]]
-                assert record.end == "done"
-                seen = {server.seen[-1][3] for server in servers if server.seen}
-                assert body in seen
-            assert (await (await http.get("/v1/models")).json())["data"]
-            assert (await http.get("/nowhere")).status == 404
+    async with (
+        before(*servers) as picker,
+        envoy(picker, servers, tmp_path, answers) as url,
+        aiohttp.ClientSession(url) as http,
+    ):
+        for size in (10, 500_000):
+            body = json.dumps(chat("x" * size, stream=True)).encode()
+            answer = await http.post(CHAT, data=body)
+            assert (answer.status, await answer.read()) == (200, stream_of(servers[0]))
+            assert answer.headers["x-kappa-node"] in ("h100-pcie5", "gh200-c2c")
+            await picker.settled()
+            record = picker.live.records[answer.headers["x-request-id"]]
+            assert record.end == "done"
+            seen = {server.seen[-1][3] for server in servers if server.seen}
+            assert body in seen
+        assert (await (await http.get("/v1/models")).json())["data"]
+        assert (await http.get("/nowhere")).status == 404
 
 
-async def test_nothing_unbegun_is_lost_as_a_server_goes():
+async def test_nothing_unbegun_is_lost_as_a_server_goes(tmp_path):
     servers = FakeServer(ttft_s=0.01), FakeServer(ttft_s=0.01)
     lost = []
 
@@ -51,9 +64,8 @@ async def test_nothing_unbegun_is_lost_as_a_server_goes():
             pass  # It had begun.
 
     async with before(*servers, router={"policy": "least_backlog"}) as picker:
-        ports = [one.port for one in servers]
         async with (
-            gateway(picker.here.gateway.port, ports) as url,
+            envoy(picker, servers, tmp_path) as url,
             aiohttp.ClientSession(url) as http,
             asyncio.TaskGroup() as sending,
         ):
@@ -70,10 +82,10 @@ async def test_nothing_unbegun_is_lost_as_a_server_goes():
     assert all(server.seen for server in servers)
 
 
-async def test_client_that_leaves_frees_its_place():
+async def test_client_that_leaves_frees_its_place(tmp_path):
     server = FakeServer()
     async with before(server) as picker:
-        async with gateway(picker.here.gateway.port, [server.port]) as url:
+        async with envoy(picker, [server], tmp_path) as url:
             server.hold.clear()
             async with aiohttp.ClientSession(url) as http:
                 asked = asyncio.create_task(http.post(CHAT, json=chat(stream=True)))

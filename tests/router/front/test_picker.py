@@ -10,9 +10,10 @@ import grpc
 import pytest
 
 from kappa.settings.front import load_front_settings
+from kappa_benchmarks.serving.gateway import DESTINATION
 from kappa_router.gateway.ext_proc import SERVED, SERVICE
 from tests.router.front.conftest import chat
-from tests.router.front.gie import BODY, DESTINATION, before, headers_of, health, metadata
+from tests.router.front.gie import BODY, before, headers_of, health, metadata
 from tests.router.front.offering import FakeServer, stream_of
 from tests.router.patience import until
 
@@ -249,6 +250,10 @@ async def test_body_over_the_bound_is_413():
         talk = picker.conversation()
         await talk.head(**{"content-length": "1000000"})
         assert (await talk.refused())[0] == 413
+        talk = picker.conversation()
+        await talk.head(**{"content-length": "10"})
+        await talk.say(request_body={"body": b"x" * 11})
+        assert (await talk.refused())[0] == 413
         await picker.conversation().picked()
 
 
@@ -302,6 +307,18 @@ async def test_our_own_paths_are_answered_beside():
         answer = await http.get("/v1/nodes")
         assert len((await answer.json())["backends"]) == 2
         assert (await http.get("/ready")).status == 200
+
+
+async def test_picker_drains_after_its_watch_was_cancelled():
+    async with before(*two()) as picker:
+        watch = asyncio.create_task(picker.here.gateway.died())
+        talk = picker.conversation()
+        await talk.picked()
+        watch.cancel()
+        stopping = asyncio.create_task(picker.here.gateway.stop(30.0))
+        await answered(talk, TOKEN)
+        await stopping
+        await picker.here.gateway.died()
 
 
 async def test_port_that_is_taken_is_named():
