@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kappa.compiled import COMPILES
 from kappa.settings.base import changed_sections
 from kappa.settings.front import FrontSettings, backend_of, load_front_settings
 from kappa_router.console import fail, warn
@@ -81,6 +82,8 @@ def _announce(settings: FrontSettings, url: str) -> None:
     servers = pool.name if pool else ", ".join(one.url for one in settings.backends)
     what = "picking for a gateway" if settings.epp else f"routing {url}/v1"
     warn(f"{what} among {servers}; watch it at {url}/", "dim")
+    if not COMPILES:
+        warn("each decision takes milliseconds; with kappa-router[fast] less than one", "dim")
 
 
 def _serve(settings: FrontSettings) -> None:
