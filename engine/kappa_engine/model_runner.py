@@ -138,9 +138,11 @@ class ModelRunner:
             return [chunks]
         caps = Blocks(*(max(most, *each) for each in zip(*blocks.values(), strict=True)))
         sequences = list(blocks)
+        size = sequences[0].block_tokens
+        project, load = (line.scaled(size) for line in (rates.project, rates.load))
         batches = [
             {sequences[i]: chunks[sequences[i]] for i in batch}
-            for batch in pack(list(blocks.values()), caps, rates.project, rates.load)
+            for batch in pack(list(blocks.values()), caps, project, load, rates.weights_s)
         ]
         # Chunks with all their context on the device go with the first.
         batches[0] |= {s: chunk for s, chunk in chunks.items() if s not in blocks}
