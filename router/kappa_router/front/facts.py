@@ -37,6 +37,7 @@ _INFO = "vllm:cache_config_info"
 _LINE = re.compile(
     rf"^({'|'.join(map(re.escape, (*_NAMES, _INFO)))})(\{{[^\n]*\}})? +([^\s]+)", re.MULTILINE
 )
+_ENGINE = re.compile(r'[{,]engine="(\d+)"')
 _LABEL = re.compile(r'(block_size|num_gpu_blocks)="(\d+)"')
 
 
@@ -104,11 +105,15 @@ def _model(card: Mapping[str, Any]) -> ModelFacts:
     )
 
 
-def load_in(exposition: str) -> LoadFacts:
-    """The load that a `/metrics` answer tells; counts of several engines are added up."""
+def load_in(exposition: str, rank: int | None = None) -> LoadFacts:
+    """The load that a `/metrics` answer tells; counts of several engines are added up, or only
+    those of one data-parallel rank, where lines name it."""
     sums = dict.fromkeys(_NAMES.values(), 0.0)
     facts, blocks = LoadFacts(), 0
     for name, labels, text in _LINE.findall(exposition):
+        engine = _ENGINE.search(labels) if rank is not None else None
+        if engine is not None and int(engine[1]) != rank:
+            continue
         if name == _INFO:
             sizes = {label: int(value) for label, value in _LABEL.findall(labels)}
             blocks += sizes.get("num_gpu_blocks", 0)

@@ -139,10 +139,11 @@ class Front:
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
-        for one in settings.backends:
+        for one, rank in [each for backend in settings.backends for each in backend.ranks()]:
             backend = Backend(
                 one, probe, self._http, self._changed, self._block_tokens, self.changed.set
             )
+            backend.rank = rank
             self.backends[one.worker] = backend
             self._run("probe", one.worker, backend.watch)
             for endpoint in one.events:
