@@ -73,6 +73,8 @@ TO_BODY_HEADER = "x-kappa-to-body"
 TO_DROP_HEADER = "x-kappa-to-drop"
 # The cluster's secret, set by the server on each attempt.
 TO_SECRET_HEADER = "x-kappa-to-secret"
+# The data-parallel rank of a foreign server that a request is for; `NO_RANK`: the server chooses.
+TO_RANK_HEADER, NO_RANK = "x-kappa-to-rank", "none"
 # Headers that the worker puts on its answer (JSON), as for the node that served it.
 TO_SHOW_HEADER = "x-kappa-to-show"
 # In a worker's 429 or 5xx: no byte of an answer was sent, and the request may be tried elsewhere;

@@ -333,6 +333,10 @@ async def test_port_that_is_taken_is_named():
     [
         ({"backends": [{"url": "https://a:1", "profile": "h100-pcie5"}]}, "has TLS"),
         ({"backends": [{"url": "http://a:1/x", "profile": "h100-pcie5"}]}, "a path"),
+        (
+            {"backends": [{"url": "http://a:1", "profile": "h100-pcie5", "data_parallel_size": 2}]},
+            "give each rank a port",
+        ),
         ({"http": {"decider_away": "least_request"}}, "failureMode"),
         ({"present": "http://b:1"}, "no balancer"),
     ],
