@@ -163,6 +163,7 @@ def test_wheels_metadata_is_complete_and_pins_ours(wheels, name):
     assert found.get_payload().startswith(f"# {name}\n")
     assert found["Requires-Python"] == "<3.14,>=3.11"
     assert "Typing :: Typed" in found.get_all("Classifier")
+    assert "platform_release" not in str(found)
     # All are released together.
     versions = {wheel.name.split("-")[1] for wheel in wheels.values()}
     assert {found["Version"]} == versions
