@@ -90,4 +90,4 @@ def layer_times(rates: PlanRates, batch: int, context_tokens: int) -> LayerTimes
     # What the device is left with: at most what it has to do alone.
     device_s = rates.decode_gpu_s(batch, 0) * layer * matrices[3] / sum(matrices)
     attend_s = busy.attend.seconds(batch * context_tokens) * layer
-    return LayerTimes(attend_s, *cpu_s[:3], *load_s, device_s=device_s)
+    return LayerTimes(attend_s, *cpu_s[:3], *load_s, device_s)
