@@ -143,8 +143,9 @@ class Forward:
             # In coarse steps: what a change adds has to cross at once.
             if share := round(_SHARES * division.fc1_share):
                 rows["up"] = len(one.up) * share // _SHARES
-        self._cpu_rows = rows
-        self.ring.skip(rows)
+        # Matrices that are on the device stay its own.
+        self._cpu_rows = {n: count for n, count in rows.items() if n in self.weights.host.names}
+        self.ring.skip(self._cpu_rows)
 
     def _product(self, layer: int, name: str) -> layers.Linear:
         """How a layer's weight is multiplied by: on the device, or on the CPU in part or whole."""

@@ -271,11 +271,14 @@ def step_model(
     kv_bytes_per_s = node.kv_bytes_per_s or node.hbm_bytes_per_s
     in_experts, idle = expert_params(shape)
     expert_bytes = in_experts * shape.weight_dtype_bytes
+    # What crosses is read as it comes, whatever its experts.
+    crossing = node.host_weight_bytes
+    here = max(weight_bytes(shape) - expert_bytes - crossing, 0.0)
     sums = 2 * shape.layers if node.gpus > 1 else 0
     return StepModel(
         token_s=gemm_flops(shape) / (gemm_flops_per_s * node.gemm_speedup(shape.gemm_bytes)),
         pair_s=attention_flops(shape, new_tokens, context_tokens) / pairs / attention_flops_per_s,
-        weights_s=(weight_bytes(shape) - expert_bytes) / weights_bytes_per_s,
+        weights_s=here / weights_bytes_per_s + crossing / node.h2d_bytes_per_s,
         context_token_s=kv_bytes(shape, 1.0, node.gpus) / kv_bytes_per_s,
         fixed_s=node.step_fixed_s + sums * node.peer_fixed_s,
         dilation=node.dilation,

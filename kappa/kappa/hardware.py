@@ -47,6 +47,7 @@ class NodeProfile:
     ``cost_per_hour`` of zero means that no price was given, ``disk_bytes_per_s`` of zero that KV is
     not kept on disk; what is read there still has to cross the link. ``silicon`` names the table of
     real GPUs (`kappa.silicon`) that the steps of an emulated node last by; empty: by its law.
+    ``host_weight_bytes`` of its model's weights lie in host memory and cross the link at each step.
     """
 
     name: str
@@ -79,6 +80,7 @@ class NodeProfile:
     copy_fixed_s: float = 0.0
     small_copy_bytes_per_s: float = 0.0
     silicon: str = ""
+    host_weight_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
@@ -90,7 +92,7 @@ class NodeProfile:
             self, "hbm_bytes", "d2h_bytes_per_s", "load_fixed_s", "step_fixed_s",
             "attention_flops_per_s", "cost_per_hour", "disk_bytes_per_s", *REACHED, "exposed",
             "peer_bytes_per_s", "peer_fixed_s", "link_bytes_per_s", "copy_fixed_s",
-            "small_copy_bytes_per_s",
+            "small_copy_bytes_per_s", "host_weight_bytes",
         )  # fmt: skip
         check_positive(self, "fp8_speedup", "fp4_speedup", "gpus")
         if self.source not in get_args(ProfileSource):

@@ -121,6 +121,44 @@ def test_how_prefixes_are_loaded_reaches_the_host_tier(load):
     assert extra["kappa_link"]["by_layer"] == (load == "layers")
 
 
+def test_weights_in_host_memory_reach_vllm_and_are_priced():
+    engine = {"weights": {"place": "host", "share": 0.5}}
+    (pool,) = tried(cluster(2, LLAMA_70B, engine=engine), FOUR)["pools"]
+    half = pool["host_weights"]["bytes"]
+    assert half == pytest.approx(69.5e9, rel=0.001) and pool["problems"] == []
+    # Of each GPU, in GiB.
+    assert pool["engine_args"]["cpu_offload_gb"] == pytest.approx(half / 2 / 2**30)
+    assert pool["host_weights"]["least_step_s"] >= half / (2 * 54e9)
+    given = {"extra": {"cpu_offload_gb": 10}}
+    (pool,) = tried(cluster(2, LLAMA_70B, engine=given), FOUR)["pools"]
+    assert pool["host_weights"]["bytes"] == 20 * 2**30
+    assert pool["engine_args"]["cpu_offload_gb"] == 10
+    (pool,) = tried(cluster(2, LLAMA_70B), FOUR)["pools"]
+    assert pool["host_weights"] == {} and "cpu_offload_gb" not in pool["engine_args"]
+
+
+def test_weights_beyond_host_memory_are_refused_with_both_sizes():
+    engine = {"weights": {"place": "host", "share": 0.9}, "host_bytes": 1 << 30}
+    small = "gpu=2xH100-80GB,memory=64GB,shm=32GB,driver=580.95.05"
+    (pool,) = tried(cluster(2, LLAMA_70B, engine=engine), small)["pools"]
+    (why,) = pool["problems"]
+    assert "59.6 GiB left, of which the engine itself needs 117 GiB" in why
+
+
+def test_weights_in_host_memory_of_vllm_on_a_cpu_are_refused():
+    (pool,) = tried(cluster(0, LLAMA_70B, engine={"weights": {"place": "host"}}), FOUR)["pools"]
+    (why,) = pool["problems"]
+    assert "GB of weights in host memory" in why and "need placement.gpus, or paced" in why
+
+
+def test_paced_pair_says_how_long_a_step_lasts_at_least(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("engine: {weights: {place: host}}")
+    done = command("--config", str(file))
+    assert done.exit_code == 0, done.stderr
+    assert "weights lie in host memory and cross at every step" in " ".join(done.stdout.split())
+
+
 def test_fp8_reaches_vllm_as_it_is_given():
     extra = {"quantization": "fp8", "kv_cache_dtype": "fp8", "gpu_memory_utilization": 0.9}
     (pool,) = tried(cluster(engine={"extra": extra}), H100)["pools"]

@@ -120,6 +120,16 @@ def test_what_the_cpu_computes_does_not_cross(division: Division) -> None:
         assert asked.tokens[33:] == expected(asked.tokens[:33], 8, "opt")
 
 
+def test_matrices_on_the_device_are_not_the_cpus() -> None:
+    options = {"cpu_threads": 1, "planner": "host-cpu", "budget_tokens": 40}
+    with engine("opt", host=HostWeights(1.0, "mlp"), **options) as made:
+        made.planning.division = lambda batch, context: DIVISIONS[1]
+        asked = submit(made, prompt(33), 5)
+        finish(made)
+        assert asked.tokens[33:] == expected(asked.tokens[:33], 5, "opt")
+        assert set(made._model._cpu_rows) == {"up"}
+
+
 def test_divisions_that_change_fetch_what_is_missing() -> None:
     options = {"host": ALL, "cpu_threads": 1, "planner": "host-cpu", "budget_tokens": 40}
     with engine("opt", **options) as made:

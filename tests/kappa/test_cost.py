@@ -15,7 +15,7 @@ from kappa import cost as law
 from kappa import paper
 from kappa.cost import StepModel, TokenCounts, step_model
 from kappa.hardware import CATALOGUE, REACHED, NodeProfile, node_profile
-from kappa.model import ModelShape, attention_flops, kv_bytes_per_token
+from kappa.model import ModelShape, attention_flops, kv_bytes_per_token, weight_bytes
 from kappa.shapes import SHAPES, model_shape
 
 shapes = st.sampled_from(sorted(SHAPES)).map(SHAPES.__getitem__)
@@ -474,3 +474,30 @@ def test_lateness_is_waiting_over_250_ms_or_2_5_own_durations():
     assert limit.lateness(10_000, 5.0) == pytest.approx(2.0)  # a second of its own
     slow = law.StepLimit(replace(LIMITED, dilation=10.0), 2.5)
     assert slow.lateness(100, 2.5) == pytest.approx(1.0)
+
+
+@given(shape=shapes, node=nodes, share=st.floats(0.01, 1.0), tokens=new, context=cached)
+def test_a_step_lasts_as_long_as_its_weights_cross(shape, node, share, tokens, context) -> None:
+    away = replace(node, host_weight_bytes=share * weight_bytes(shape))
+    least_s = away.host_weight_bytes / node.h2d_bytes_per_s
+    step = step_model(shape, away)
+    assert step.step_s([(tokens, context)]) >= least_s * (1 - 1e-12)
+    # Of a mixture, experts that lie there cross whether a token touches them or not.
+    if node.weights_bytes_per_s >= node.h2d_bytes_per_s:
+        assert step.step_s([(tokens, context)]) >= step_model(shape, node).step_s(
+            [(tokens, context)]
+        ) * (1 - 1e-12)
+    counts = TokenCounts(0, context, tokens)
+    assert law.idle_cost(counts, shape, away).kappa_crit >= 0
+    assert law.idle_cost(counts, shape, away).load_s == law.idle_cost(counts, shape, node).load_s
+
+
+def test_kappa_crit_moves_with_weights_in_host_memory() -> None:
+    """Llama-3.1-70B: 60 of its 139 GB cross a GH200's link in 175 ms, beside four A100s' 46."""
+    counts, shape = TokenCounts(0, 4000, 128), SHAPES["llama-3.1-70b"]
+    gh200, a100 = node_profile("gh200-c2c"), node_profile("a100-pcie4").times(4)
+    away = law.idle_cost(counts, shape, replace(gh200, host_weight_bytes=60e9))
+    here = law.idle_cost(counts, shape, gh200)
+    assert away.compute_s > 60e9 / gh200.h2d_bytes_per_s > 0.17
+    assert away.kappa_crit > 2 * here.kappa_crit
+    assert law.idle_cost(counts, shape, a100).ttft_s < away.ttft_s

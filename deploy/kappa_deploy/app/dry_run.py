@@ -90,9 +90,13 @@ def _pool(
     config = pool_config(settings, pool, model)
     tier = "off"
     arguments: dict[str, Any] = {}
+    crossing: dict[str, float] = {}
     try:
         if model is not None:
             plan = worker_plan(settings, pool, model, "")
+            node = plan.node(0)
+            if size := node.host_weight_bytes:
+                crossing = {"bytes": size, "least_step_s": size / node.h2d_bytes_per_s}
             # As the machine looks now; the worker goes by its memory in all.
             where = next((m for m in machines if not m.lacks(pool)), None)
             if where is not None and where.memory_bytes is not None:
@@ -108,6 +112,7 @@ def _pool(
         "device": "cuda" if place.gpus else "cpu",
         "silicon": pool.silicon,
         "host_tier": tier,
+        "host_weights": crossing,
         "engine_args": arguments,
         "ray": {
             "worker": worker_demand(pool),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kappa.hardware import NodeProfile, node_profile
-from kappa.model import kv_bytes
+from kappa.model import ModelShape, kv_bytes, weight_bytes
 from kappa.plans.clo import CloConfig, SparseSettings, read_heads
 from kappa.settings.cluster import ClusterSettings, home
 from kappa.settings.engine import EngineSettings
@@ -36,6 +36,7 @@ _NO_MEDIA_DOMAINS = ["nowhere.invalid"]
 _ADAPTERS_AT_ONCE = 8
 # Serve averages what workers report over so long; they report every 10 s.
 _LOOK_BACK_S = 20.0
+_GIB = 1 << 30
 
 
 # -- the deployment -------------------------------------------------------------------------------
@@ -83,6 +84,9 @@ def pool_config(
         **_model_arguments(settings, engine, model),
         **engine.extra,
     }
+    if place.gpus and engine.kind == "vllm" and engine.weights.place == "host" and model:
+        crossing = engine.host_weight_bytes(weight_bytes(model.shape), place.gpus)
+        arguments["cpu_offload_gb"] = crossing / place.gpus / _GIB
     if place.gpus > 1:
         arguments["tensor_parallel_size"], _ = ranks_of(engine, place.gpus)
     source = str(settings.model.source) if model is None else model.source
@@ -243,6 +247,26 @@ def pool_nodes(settings: ClusterSettings, pool: PoolSettings) -> tuple[NodeProfi
     return tuple(replace(profile, name=name) for name in pool.node_names)
 
 
+def _nodes(
+    settings: ClusterSettings, pool: PoolSettings, engine: EngineSettings, served: ModelShape
+) -> tuple[NodeProfile, ...]:
+    """The pool's nodes with what they keep of their model in host memory; `StartError` where that
+    is of vLLM on a CPU, which has all there."""
+    shape = settings.model.emulated_shape if pool.paced else served
+    crossing = engine.host_weight_bytes(weight_bytes(shape), pool.placement.gpus)
+    if crossing and engine.kind == "vllm" and not (pool.paced or pool.placement.gpus):
+        raise StartError(
+            f"pool {pool.name}: {crossing / 1e9:.3g} GB of weights in host memory (engine.weights "
+            "or cpu_offload_gb) need placement.gpus, or paced: vLLM on a CPU has them all there"
+        )
+    if crossing and pool.silicon:
+        raise StartError(
+            f"pool {pool.name}: {pool.silicon} has no steps of an engine with weights in host "
+            "memory: drop silicon, or engine.weights and cpu_offload_gb"
+        )
+    return tuple(replace(one, host_weight_bytes=crossing) for one in pool_nodes(settings, pool))
+
+
 def worker_plan(
     settings: ClusterSettings, pool: PoolSettings, model: Model, stream_host: str
 ) -> Any:
@@ -261,7 +285,7 @@ def worker_plan(
     hands_over = any(each.role != "both" for each in settings.all_pools)
     by_nixl = settings.transfer.connector == "nixl"
     return WorkerPlan(
-        nodes=pool_nodes(settings, pool),
+        nodes=_nodes(settings, pool, e, model.shape),
         served=served if tp > 1 else model.shape,
         emulated=settings.model.emulated_shape,
         limits=EngineLimits.of(e),

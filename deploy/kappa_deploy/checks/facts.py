@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from kappa.hardware import NodeProfile
-from kappa.model import kv_bytes
+from kappa.model import kv_bytes, weight_bytes
 from kappa.settings.cluster import ClusterSettings
 from kappa.settings.engine import EngineSettings, share_bytes
 from kappa.settings.pools import PoolSettings
@@ -127,10 +127,19 @@ class Worker:
         return self.tier_bytes if self.tier in ("native", "stock") else 0
 
     @property
+    def host_weight_bytes(self) -> float:
+        """Of the weights of a worker with GPUs, those that are in host memory."""
+        if self.model is None or not self.gpus:
+            return 0.0
+        return self.engine.host_weight_bytes(weight_bytes(self.model.shape), self.gpus)
+
+    @property
     def engine_bytes(self) -> float:
         """Host memory of its engine beside the tier: on a CPU, weights and device cache."""
-        if self.gpus or self.model is None or self.kind == "emulated":
+        if self.model is None or self.kind == "emulated":
             return 0.0
+        if self.gpus:
+            return self.host_weight_bytes
         shape = self.model.shape
         cache = kv_bytes(shape, (self.engine.device_blocks or 0) * (self.engine.block_tokens or 0))
         return shape.params_total * shape.weight_dtype_bytes + cache

@@ -141,7 +141,7 @@ def _gpu_memory(w: Worker) -> Iterator[str]:
     tokens = given if isinstance(given, int) and given > 0 else w.model.shape.max_context_tokens
     shape = _in_the_dtypes_of(extra, w.model.shape)
     weights, kv = _bytes_per_gpu(shape, tokens, w.gpus)
-    weights -= float(extra.get("cpu_offload_gb", 0)) * (1 << 30)
+    weights -= w.host_weight_bytes / w.gpus
     if not size or weights + kv <= share * size:
         return
     enough = [n for n in (2, 4, 8, 16) if sum(_bytes_per_gpu(shape, tokens, n)) <= share * size]

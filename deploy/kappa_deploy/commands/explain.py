@@ -164,6 +164,9 @@ def explain(
         float, typer.Option(min=0, help="GB/s of KV that the node's CPU attends to; 0: none.")
     ] = 0.0,
     activations: Annotated[bool, typer.Option(help="Activations are stored beside the KV.")] = True,
+    host_weights: Annotated[
+        float, typer.Option(min=0, help="GB of the weights that lie in host memory.")
+    ] = 0.0,
     silicon: Silicon = None,
     tp: Gpus = 1,
     kv_dtype: KvDtype = "auto",
@@ -182,12 +185,15 @@ def explain(
             raise ValueError(f"{rates} holds rates of what was measured: drop --kv-dtype and --tp")
         shape = _noted_shape(model, kv_dtype)
         real = silicon_cost(counts, shape, silicon) if silicon else None
-        for profile in (node_profile(name).times(tp) for name in node or DEMO_NODES):
+        crossing = min(host_weights * 1e9, weight_bytes(shape))
+        for name in node or DEMO_NODES:
+            profile = replace(node_profile(name).times(tp), host_weight_bytes=crossing)
             if note := _too_large(shape, profile):
                 warn(note)
             found = rates_from_measured(rates) if rates else _rates(shape, profile, cpu_gbps)
             # Of MLA's two forms of attention a prompt may take the other than decoding.
-            prompt = None if rates else cost.step_model(shape, profile, new, cached)
+            here = replace(profile, host_weight_bytes=0.0)
+            prompt = None if rates else cost.step_model(shape, here, new, cached)
             names.append(profile.name + (f" tp{tp}" if tp > 1 else ""))
             costs.append(request_cost(counts, shape, profile))
             plans.append(_planned(found, prompt, counts, (block_tokens, room, activations)))
@@ -237,7 +243,7 @@ def _planned(
 def _too_large(shape: ModelShape, profile: NodeProfile) -> str:
     """A sentence if the model's weights do not fit the node's memory; empty where they do, or its
     memory is not known."""
-    needed, held = weight_bytes(shape), profile.hbm_bytes
+    needed, held = weight_bytes(shape) - profile.host_weight_bytes, profile.hbm_bytes
     if not 0 < held < needed:
         return ""
     gpus = math.ceil(needed / held * profile.gpus)

@@ -223,6 +223,12 @@ def print_dry_run(settings: ClusterSettings, descriptions: list[str], json_outpu
     ]
     print_table(None, ("pool", "device", "host tier", "each worker", "workers"), rows, left=4)
     for pool in pools:
+        if crossing := pool["host_weights"]:
+            print_text(
+                f"\npool {pool['name']}: {crossing['bytes'] / 1e9:,.3g} GB of a worker's weights "
+                "lie in host memory and cross at every step, which then lasts at least "
+                f"{crossing['least_step_s']:.3g} s on its node"
+            )
         print_text(f"\npool {pool['name']} asks of vLLM:")
         for name, value in sorted(pool["engine_args"].items()):
             shown = json.dumps(value)

@@ -403,11 +403,12 @@ def decoding(rates: PlanRates, context_tokens: int, block_tokens: int = 16) -> d
     gives a reason why it does not.
     """
     refused = attention_refused(rates)
-    row: dict[str, Any] = {"device_s": rates.decode_gpu_s(1, context_tokens), "refused": refused}
+    device_s = max(rates.decode_gpu_s(1, context_tokens), rates.weights_s)
+    row: dict[str, Any] = {"device_s": device_s, "refused": refused}
     of_host = "load_all_s", "cpu_all_s", "split_s", "cpu_share"
     row |= dict.fromkeys(of_host)
     if context_tokens:
-        row["load_all_s"] = max(rates.load.seconds(context_tokens), row["device_s"])
+        row["load_all_s"] = max(rates.decode_s(1, context_tokens)[0], device_s)
     if context_tokens and not refused:
         split = split_context(rates, 1, context_tokens, block_tokens)
         figures = split.load_all_s, split.load_none_s, split.step_s, split.share

@@ -277,6 +277,9 @@ def rates_from_law(
 ) -> PlanRates:
     """Rates by formula, for a node known by bandwidth and FLOP/s alone. overlap: as in
     `PlanRates`."""
+    weights_s = node.host_weight_bytes / node.h2d_bytes_per_s
+    # Of our engines, whose computing has seconds of its own: they read what crossed, too.
+    node = replace(node, host_weight_bytes=0.0)
     return PlanRates(
         name=f"{shape.name} on {node.name}",
         layers=shape.layers,
@@ -288,4 +291,5 @@ def rates_from_law(
         ),
         step=step_model(shape, node),
         overlap=overlap,
+        weights_s=weights_s,
     )

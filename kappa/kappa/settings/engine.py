@@ -63,8 +63,9 @@ class SparseSection(Section):
 
 
 class WeightsSection(Section):
-    """Where the matrices of a model's layers lie; in host memory, they cross the link at every
-    step, two layers of them at a time on the device."""
+    """Where the matrices of a model's layers lie. In host memory, they cross the link at every
+    step: of kind torch two layers of them at a time are on the device; vLLM reads them where they
+    are (its cpu_offload_gb)."""
 
     place: Literal["device", "host"] = "device"
     share: Finite = Field(1.0, ge=0, le=1, description="of the layers, in host memory; evenly")
@@ -354,13 +355,7 @@ class EngineSettings(Section):
         if torch and self.dtype in ("auto", "half", "float"):
             yield (f"dtype is {self.dtype}, and kind torch wants it by its whole name: use "
                    "float32, bfloat16 or float16")  # fmt: skip
-        if self.weights.place == "host" and not torch:
-            yield f"weights.place host needs kind torch, and this is {kind}"
-        if self.weights.place == "host" and self.approx != "never":
-            yield (
-                f"weights.place host and approx {self.approx}: sparse decoding has all weights on "
-                "the device; give approx never"
-            )
+        yield from self._weight_faults()
         if self.cpu_threads and (not torch or host == 0):
             yield "cpu_threads needs kind torch and host_bytes above zero"
         if planner in ("host-weights", "host-cpu") and self.weights.place != "host":
@@ -407,6 +402,31 @@ class EngineSettings(Section):
         if device_tokens and longest and device_tokens < longest and not beyond_device:
             yield (f"device_blocks * block_tokens holds {device_tokens} tokens, less than "
                    f"max_context_tokens = {longest}: raise the one or lower the other")  # fmt: skip
+
+    def _weight_faults(self) -> Iterator[str]:
+        weights, offload = self.weights, self.extra.get("cpu_offload_gb", 0)
+        if isinstance(offload, bool) or not isinstance(offload, int | float) or offload < 0:
+            yield f"extra.cpu_offload_gb is {offload!r}: give a number of GiB, 0 or more"
+        if weights.place == "device":
+            return
+        if self.kind == "emulated":
+            yield "weights.place host needs kind torch or vllm, and this is emulated"
+        if self.kind == "vllm" and weights.part != "layers":
+            yield (f"weights.part is {weights.part}, and kind vllm moves whole layers' weights: "
+                   "leave it out, or use kind torch")  # fmt: skip
+        if offload:
+            yield "weights.place host and extra.cpu_offload_gb are the same: drop one"
+        if self.approx != "never":
+            yield (f"weights.place host and approx {self.approx}: sparse decoding has all weights "
+                   "on the device; give approx never")  # fmt: skip
+
+    def host_weight_bytes(self, whole_bytes: float, gpus: int) -> float:
+        """Bytes of a worker's weights, `whole_bytes` in all, that lie in host memory and cross the
+        link at every step."""
+        share = self.weights.share if self.weights.place == "host" else 0.0
+        # vLLM's is of each GPU, in GiB.
+        offloaded = float(self.extra.get("cpu_offload_gb", 0)) * (1 << 30) * max(gpus, 1)
+        return min(share * whole_bytes + offloaded, whole_bytes)
 
     def tier_on(self, gpus: int) -> str:
         """The host tier of a worker with `gpus` GPUs, where `host_tier` may be auto."""
