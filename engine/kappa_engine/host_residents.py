@@ -67,8 +67,9 @@ class HostResidents:
         private = self._device.take(min(total - there, self.window_blocks))
         kv, act = (self._held(type, keys[:stop]) for type in ("kv", "act"))
         sequence.kept = self._live[sequence] = HostResident(
-            kv, act, plan, grows=True, promised=total, split=sequence.resides != "host-kv"
-        )
+            kv, act, plan, grows=True, promised=total,
+            split=sequence.resides in ("host-kvpr", "host-hybrid"),
+        )  # fmt: skip
         sequence.blocks = np.array([*[-1] * stop, *held, *private], np.int64)
         sequence.published, sequence.stored = there, stop
         return quote

@@ -111,11 +111,14 @@ def project_kv(a: Tensor, layer: Layer, config: ModelConfig, angles: Angles, out
         keys.copy_(k)
 
 
-def finish(x: Tensor, attended: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
-    """The rest of the layer: output projection of attended (n, heads·head_dim), MLP, residuals."""
+def project_out(x: Tensor, attended: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
+    """States behind attention: output projection of attended (n, heads·head_dim), and x."""
     x = x + F.linear(attended, layer.out, layer.out_bias)
-    if not config.pre_norm:
-        x = normalise(x, layer.norm, layer.norm_bias, config)
+    return x if config.pre_norm else normalise(x, layer.norm, layer.norm_bias, config)
+
+
+def feed_forward(x: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
+    """The rest of the layer: the MLP of x (n, hidden), and x."""
     a = normalise(x, layer.norm2, layer.norm2_bias, config) if config.pre_norm else x
     up, activate = F.linear(a, layer.up, layer.up_bias), ACTIVATIONS[config.activation]
     if config.gated:

@@ -83,6 +83,15 @@ RETRY_ELSEWHERE, RETRY_DIED = "elsewhere", "died"
 # engine that hangs.
 PROFILE_PATH, GIVE_UP_PATH = "/kappa/profile", "/kappa/give-up"
 
+DECIDED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+"""What engines do for clients by price: a decider says which."""
+PASSED_PATHS = (
+    "/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank",
+    "/v1/score", "/score", "/pooling", "/classify", "/tokenize", "/detokenize",
+    "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech",
+)  # fmt: skip
+"""Inference that is not priced, and may be done twice."""
+
 # The most tenants with charges of their own, in a worker and in sums over workers.
 MAX_TENANTS = 1024
 # The last class of priority; 0 goes first.

@@ -68,6 +68,8 @@ class RouteRequest:
     weight: float = 1.0
     # Its class; lower goes first.
     priority: int = 0
+    # Real seconds to its first token that it asks for; 0: those of the objective.
+    ttft_limit_s: float = 0.0
 
     @property
     def informed(self) -> bool:

@@ -65,8 +65,11 @@ class Router(Pool):
             at = decision.priced.workers.index(to)
             chosen = decision.priced.candidate(at)
             decision = replace(decision, chosen=chosen, index=at, fetch=None)
-        if self.config.admission and request.sized and not request.retry:
-            decision = self._admitted(request, decision, steered=bool(to))
+        if request.sized and not request.retry:
+            if self.config.admission:
+                decision = self._admitted(request, decision, steered=bool(to))
+            elif request.ttft_limit_s and not to:
+                decision = self._in_time(request, decision, now_s)
         return self._reserved(decision, now_s)
 
     def _reserved(self, decision: Decision, now_s: float) -> Decision:
@@ -123,6 +126,16 @@ class Router(Pool):
             return self.models.get(request.model)
         return next(iter(self.models.values()))
 
+    def _in_time(self, request: RouteRequest, decision: Decision, now_s: float) -> Decision:
+        """The decision, or one for workers that are predicted to keep the limit that the request
+        asks for, if its own is not and there are any."""
+        estimates = decision.priced
+        late = estimates.ttft_s > request.ttft_limit_s
+        if not late[decision.index] or late.all():
+            return decision
+        names = frozenset(estimates.workers[i] for i in np.flatnonzero(late))
+        return self.explain(replace(request, exclude=request.exclude | names), now_s)
+
     def _admitted(self, request: RouteRequest, decision: Decision, *, steered: bool) -> Decision:
         """The decision if its worker is expected to meet the objective, else one for those that
         are; steered: it is not ours to send elsewhere."""
@@ -131,6 +144,10 @@ class Router(Pool):
         idle = self.fleet.idle_s(estimates)
         standing = demand.standing(request, idle.least_work_s)
         limit = limits(self.fleet.objective, idle, demand.slack_share(standing))
+        if request.ttft_limit_s:
+            # Its slack stays the objective's: nobody has others refused by asking for little.
+            usable_s = request.ttft_limit_s * limit.usable_ttft_s / limit.ttft_s
+            limit = limit._replace(usable_ttft_s=usable_s)
         known = self.lateness, demand, limit
         at, found = decision.index, evaluate(self.fleet, estimates, decision.index, *known)
         # The others matter where the chosen one would be late.

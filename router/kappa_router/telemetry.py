@@ -51,6 +51,11 @@ class RequestTimeline:
     tokenized_s: float | None = None
     # None: its prompt could not be rendered.
     prompt_tokens: int | None = None
+    # The model or adapter that it asks for, and whether as a chat.
+    model: str = ""
+    chat: bool = True
+    # The bound on generated tokens; 0: none.
+    max_tokens: int = 0
     attempts: list[TimedAttempt] = field(default_factory=list)
     ended_s: float | None = None
     # `done`, `error`, `client_gone`, `worker_died`, or the code of the refusal.
@@ -163,6 +168,7 @@ def spans_of(timeline: RequestTimeline, record: DecisionRecord | None = None) ->
     about: dict[str, Value] = {
         "kappa.request_id": t.request_id, "kappa.tenant": t.tenant, "kappa.end": t.end,
         "http.response.status_code": t.status, "kappa.attempts": len(t.attempts),
+        **_gen_ai(t, record),
     }  # fmt: skip
     found = [Span("decider", t.received_s, t.ended_s, "", attributes=about)]
 
@@ -200,6 +206,31 @@ def spans_of(timeline: RequestTimeline, record: DecisionRecord | None = None) ->
         if last:
             add("stream", first_token_s, t.ended_s, {})
     return found
+
+
+def _gen_ai(t: RequestTimeline, record: DecisionRecord | None) -> dict[str, Value]:
+    """Attributes by OpenTelemetry's conventions for generative AI, as far as they are known; of the
+    cached tokens those of each tier, for which it has no names."""
+    told: dict[str, Value | None] = {
+        "gen_ai.provider.name": "kappa-serve",
+        "gen_ai.operation.name": "chat" if t.chat else "text_completion",
+        "gen_ai.request.model": t.model or None,
+        "gen_ai.request.max_tokens": t.max_tokens or None,
+        "gen_ai.usage.input_tokens": t.prompt_tokens,
+        "error.type": t.end if t.status >= 400 else None,
+    }
+    if record is not None:
+        told["gen_ai.usage.output_tokens"] = record.generated_tokens
+        if (found := record.admitted) is not None:
+            cached = found.device_tokens + found.host_tokens
+            told |= {
+                "gen_ai.usage.input_tokens": cached + found.new_tokens,
+                "gen_ai.usage.cache_read.input_tokens": cached,
+                "kappa.cache_read.device_tokens": found.device_tokens,
+                "kappa.cache_read.host_tokens": found.host_tokens - found.disk_tokens,
+                "kappa.cache_read.disk_tokens": found.disk_tokens,
+            }
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def _engine_spans(

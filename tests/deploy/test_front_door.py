@@ -11,7 +11,7 @@ from kappa_deploy.app.build import build_app
 from kappa_deploy.app.errors import StartError
 from kappa_deploy.app.front_door import FrontDoor, front_door_spec
 from kappa_deploy.app.model import Model
-from kappa_router.cluster.paths import DECIDED
+from kappa_router.cluster.paths import ASKED
 
 
 def settings_of(**http):
@@ -26,7 +26,7 @@ def test_the_front_door_is_as_the_settings_say(tmp_path):
         model={"id": "org/m", "source": "/models/m"},
     )  # fmt: skip
     spec = front_door_spec(settings, tmp_path)
-    assert (spec.host, spec.port, spec.decided, spec.foreign) == ("::1", 8443, DECIDED, False)
+    assert (spec.host, spec.port, spec.decided, spec.foreign) == ("::1", 8443, ASKED, False)
     bounds = spec.bounds
     assert (bounds.headers, bounds.header_bytes, bounds.body_bytes) == (20, 5000, 5000)
     assert (bounds.body_s, bounds.silent_s) == (3, 7)
@@ -66,7 +66,7 @@ def test_envoy_runs_from_start_to_stop():
     try:
         answer = httpx.get(f"{door.spec.url}/nowhere", timeout=10)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
-        away = httpx.post(f"{door.spec.url}{DECIDED[0]}", json={}, timeout=10)
+        away = httpx.post(f"{door.spec.url}{ASKED[0]}", json={}, timeout=10)
         assert (away.status_code, away.json()["error"]["code"]) == (503, "decider_away")
         assert door.ended() == ""
     finally:

@@ -28,7 +28,7 @@ from kappa_router.api.render import PromptRenderer
 from kappa_router.api.request import EndpointModel
 from kappa_router.api.start import DeciderSettings
 from kappa_router.api.tenants import Tenants
-from kappa_router.cluster.paths import DECIDED, own_paths
+from kappa_router.cluster.paths import ASKED, own_paths
 from kappa_router.cluster.replica import KappaDecider
 from kappa_router.decision import RouteRequest
 from kappa_router.gateway.spec import Bounds, GatewaySpec
@@ -306,7 +306,7 @@ class Scene:
         settings = decider_settings(**changes)
         names = [name for model in settings.models for name in (model.name, *model.adapters)]
         bounds = bounds or Bounds(silent_s=max(settings.router.request_timeout_s, 0.5))
-        wanted = GatewaySpec(Path(), "127.0.0.1", 0, DECIDED, own_paths(names), bounds=bounds)
+        wanted = GatewaySpec(Path(), "127.0.0.1", 0, ASKED, own_paths(names), bounds=bounds)
         spec = stack.enter_context(lent(wanted)).spec
         access = Access(tenants or Tenants(), **{"max_body_bytes": 1 << 20, **(access or {})})
         engines = Scripted(script)

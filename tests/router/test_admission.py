@@ -68,6 +68,27 @@ def test_floor_admits_short_prompts_whatever_their_multiple():
     assert strict < flood(router(objective=ServiceObjective(ttft_s=10.0, ttft_idle_factor=1.5)))[0]
 
 
+def test_request_is_held_to_the_limit_that_it_asks_for():
+    made, long = router("a"), ask("r", tokens=20_000)
+    made.route(replace(long, request_id="first", ttft_limit_s=0.001), 1.0)  # It is alone there.
+    with pytest.raises(OverloadedError):
+        made.route(replace(long, ttft_limit_s=0.001), 1.0)
+    made.route(long, 1.0)
+    assert flood(made)[1] is not None
+    assert made.route(replace(long, ttft_limit_s=60.0), 1.0).worker == "a"
+
+
+def test_request_goes_where_its_limit_is_kept_without_admission():
+    nodes = announcement("a", "gh200-c2c"), announcement("b", "gb200-c2c")
+    made = router(*nodes, admission=False, policy="least_backlog")
+    asked = ask("r", tokens=20_000)
+    slow, fast = sorted(made.explain(asked, 1.0).estimates.ttft_s.tolist(), reverse=True)
+    assert made.route(asked, 1.0).worker == "a"
+    assert made.route(replace(asked, ttft_limit_s=(slow + fast) / 2), 1.0).worker == "b"
+    made.release("r", 1.0)
+    assert made.route(replace(asked, ttft_limit_s=fast / 2), 1.0).worker == "a", "none keeps it"
+
+
 def test_retry_after_a_lost_worker_is_not_rejected():
     made = router()
     flood(made)

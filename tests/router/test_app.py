@@ -370,7 +370,8 @@ async def test_stalled_bodies_of_a_tenant_leave_others_their_share(client_of, te
 
 @pytest.mark.ray
 def test_security_document_names_exactly_the_endpoints():
-    from kappa_router.cluster.paths import DECIDED, own_paths
+    from kappa.protocol import DECIDED_PATHS
+    from kappa_router.cluster.paths import own_paths
     from kappa_router.cluster.replica import OWN
 
     document = Path(__file__).parents[2] / "docs" / "security.md"
@@ -390,7 +391,7 @@ def test_security_document_names_exactly_the_endpoints():
         for route in app.routes
         for method in route.methods - {"HEAD"}
     }
-    assert set(documented) == served | {("POST", path) for path in DECIDED}
+    assert set(documented) == served | {("POST", path) for path in DECIDED_PATHS}
     # Envoy knows them all.
     assert {re.sub(r"{.*", "", route.path) for route in app.routes} == set(own_paths(()))
     guarded = {path for (_, path), who in documented.items() if who == "operators"}

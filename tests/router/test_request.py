@@ -9,6 +9,7 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionReq
 from starlette.requests import Request
 
 from kappa.hardware import node_profile
+from kappa.settings.routing import NamedObjective, RouterSettings
 from kappa_router.api.request import (
     ApiRequest,
     Deadline,
@@ -20,6 +21,7 @@ from kappa_router.api.request import (
     exact_workers,
     is_approximate,
     late_workers,
+    objective_of,
     unfit_workers,
 )
 from kappa_router.api.request_body import RequestBody
@@ -104,7 +106,7 @@ def test_prompt_whose_logprobs_are_wanted_reads_no_cache(completion, fields, rea
 def test_engine_is_sent_the_class_that_a_tenant_may_have(tenant, fields, granted, completion):
     made = request(completion=completion, **fields)
     made.inbound.tenant = tenant
-    made.prepare([EndpointModel("m", "m")])
+    made.prepare([EndpointModel("m", "m")], RouterSettings())
     assert made.body.priority == granted
 
 
@@ -112,9 +114,70 @@ def test_engine_is_sent_the_class_that_a_tenant_may_have(tenant, fields, granted
 def test_class_that_a_tenant_may_not_ask_for_is_refused(asked):
     made = request(priority=asked)
     made.inbound.tenant = Tenant("bulk", priority=5, may_ask=(7,))
-    error = refused(made.prepare, [EndpointModel("m", "m")])
+    error = refused(made.prepare, [EndpointModel("m", "m")], RouterSettings())
     assert (error.status, error.param) == (400, "priority")
     assert f"it is {asked}, and tenant 'bulk' may ask for 5, 7" in str(error)
+
+
+# -- objectives ------------------------------------------------------------------------------------
+
+NAMED = RouterSettings(
+    objectives={"chat": NamedObjective(ttft_s=0.3), "bulk": NamedObjective(priority=5)}
+)
+BOTH, SLO = Tenant("both", may_ask=(5, 7)), "x-slo-ttft-ms"
+
+
+@pytest.mark.parametrize(
+    ("objective", "slo", "requested", "granted"),
+    [
+        ("", "", None, (0, 0.0)),
+        ("chat", "", None, (0, 0.3)),
+        ("bulk", "", None, (5, 0.0)),
+        ("bulk", "", 7, (7, 0.0)),
+        (" chat ", " 250.5 ", None, (0, 0.2505)),
+        ("", "60000", 0, (0, 60.0)),
+    ],
+)
+def test_objective_is_of_its_header_settings_and_body(objective, slo, requested, granted):
+    headers = {"x-gateway-inference-objective": objective, SLO: slo}
+    assert objective_of(headers, NAMED, BOTH, requested) == granted
+
+
+@pytest.mark.parametrize(
+    "slo",
+    [
+        "nan",
+        "inf",
+        "-1",
+        "0",
+        "0.0",
+        "1e3",
+        "60001",
+        "9" * 400,
+        "1,5",
+        "soon",
+        "+5",
+        "\u0665",
+        "5ms",
+    ],
+)
+def test_slo_that_is_no_time_is_refused(slo):
+    error = refused(objective_of, {SLO: slo}, RouterSettings(), Tenant())
+    assert (error.status, error.param) == (400, SLO)
+    assert "up to 60000 (router.longest_ttft_s)" in str(error)
+
+
+def test_objective_that_is_not_to_be_had_is_refused():
+    named = "x-gateway-inference-objective"
+    error = refused(objective_of, {named: "batch"}, NAMED, Tenant())
+    assert (error.status, error.param) == (400, named) and "name one of chat, bulk" in str(error)
+    error = refused(objective_of, {named: "bulk"}, NAMED, Tenant("small"))
+    assert error.param == named and "tenant 'small' may ask for 0" in str(error)
+
+
+def test_objectives_are_not_read_where_there_are_none():
+    headers = {"x-gateway-inference-objective": "any", SLO: "nan"}
+    assert objective_of(headers, RouterSettings(longest_ttft_s=0), Tenant()) == (0, 0.0)
 
 
 # -- deadlines -------------------------------------------------------------------------------------

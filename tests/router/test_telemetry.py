@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as genai
 
 from kappa_router.telemetry import Telemetry, spans_of
 from tests.router import timelines
@@ -41,6 +42,24 @@ def test_served_request_is_split_into_its_stages():
     assert spans["decide"].attributes["kappa.node"] == "pcie"
 
 
+def test_outermost_span_has_names_of_the_genai_conventions():
+    timeline = served()
+    timeline.model, timeline.chat, timeline.max_tokens = "m", False, 64
+    about = by_name(spans_of(timeline, reported(0.5, 0.3, 64, 320, 116, disk=128)))["decider"]
+    found = {k: v for k, v in about.attributes.items() if k.startswith(("gen_ai.", "kappa.cache"))}
+    assert found == {
+        genai.GEN_AI_PROVIDER_NAME: "kappa-serve", genai.GEN_AI_OPERATION_NAME: "text_completion",
+        genai.GEN_AI_REQUEST_MODEL: "m", genai.GEN_AI_REQUEST_MAX_TOKENS: 64,
+        genai.GEN_AI_USAGE_INPUT_TOKENS: 500, genai.GEN_AI_USAGE_OUTPUT_TOKENS: 7,
+        genai.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: 384,
+        "kappa.cache_read.device_tokens": 64, "kappa.cache_read.host_tokens": 192,
+        "kappa.cache_read.disk_tokens": 128,
+    }  # fmt: skip
+    refused = by_name(spans_of(served(end=("overloaded", 429))))["decider"].attributes
+    assert refused["error.type"] == "overloaded" and refused["gen_ai.usage.input_tokens"] == 500
+    assert "gen_ai.usage.output_tokens" not in refused and "gen_ai.request.model" not in refused
+
+
 def test_unstreamed_answer_had_its_first_token_before_its_end():
     spans = by_name(spans_of(served(), reported(0.1, 0.1, ttft_s=0.4)))
     assert spans["first_token"].end_s == pytest.approx(10.53)
@@ -59,7 +78,7 @@ def test_wait_is_one_span_without_a_report():
 
 def test_spent_seconds_show_without_tokens_before_admission():
     spent = SimpleNamespace(load_s=0.5, compute_s=0.3)
-    record = SimpleNamespace(spent=spent, admitted=None, ttft_s=0.9)
+    record = SimpleNamespace(spent=spent, admitted=None, ttft_s=0.9, generated_tokens=None)
     spans = by_name(spans_of(served(), record))
     assert spans["prefill"].seconds == pytest.approx(0.3)
     assert spans["prefill"].attributes == {"tokens": 0, "device_tokens": 0}

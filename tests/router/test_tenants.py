@@ -48,6 +48,34 @@ def test_first_known_key_counts_else_default_or_none(keys, tenant):
     assert Tenants().find(keys) == Tenant(), "without keys everyone is the default tenant"
 
 
+SPOKEN = tenants_of(
+    {**KEYS, "sk-edge": "edge"}, {"team": 2.0}, speaks_for={"edge": ("team", "bob")},
+    operators=frozenset({"bob"}), priorities={"team": (4, ())},
+)  # fmt: skip
+
+
+def test_tenant_is_named_by_who_may_speak_for_it():
+    edge = SPOKEN.find(["sk-edge"])
+    assert SPOKEN.named(edge, "team") == Tenant("team", 2.0, operator=False, priority=4)
+    assert not SPOKEN.named(edge, "bob").operator, "a gateway gains no operator's rights"
+    assert SPOKEN.named(edge, "edge") == SPOKEN.named(edge, "") == edge
+    assert {"team", "edge", "alice"} <= SPOKEN.all().keys()
+
+
+@pytest.mark.parametrize("fairness_id", ["bob", "team", "Alice", "nobody", "x" * 9999])
+def test_tenant_cannot_be_left_by_a_fairness_header(fairness_id):
+    for table in (SPOKEN, OPEN):
+        error = refused(table.named, table.find(["sk-alice"]), fairness_id)
+        assert (error.status, error.code) == (403, "foreign_tenant")
+        assert "tenants.speaks_for.alice" in str(error) and len(str(error)) < 300
+
+
+def test_fairness_header_is_nothing_where_tenants_are_one():
+    assert Tenants().named(Tenant(), "anybody") == Tenant()
+    spoken = Tenants(speaks_for={"default": ("team",)})
+    assert spoken.apart and spoken.named(Tenant(), "team").name == "team"
+
+
 @pytest.mark.parametrize(
     ("authorization", "api_key", "keys"),
     [

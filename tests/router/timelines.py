@@ -2,12 +2,14 @@
 
 from types import SimpleNamespace
 
+from kappa.protocol import Admission
 
-def reported(load_s, compute_s, device=0, cached=0, new=0, ttft_s=None):
-    """The record of a request with a full report of its worker."""
-    admitted = SimpleNamespace(device_tokens=device, host_tokens=cached, new_tokens=new)
+
+def reported(load_s, compute_s, device=0, cached=0, new=0, ttft_s=None, disk=0):
+    """The record of a request with a full report of its worker; disk: of the cached tokens."""
+    admitted = Admission("r", device, cached, new, disk)
     spent = SimpleNamespace(load_s=load_s, compute_s=compute_s)
-    return SimpleNamespace(spent=spent, admitted=admitted, ttft_s=ttft_s)
+    return SimpleNamespace(spent=spent, admitted=admitted, ttft_s=ttft_s, generated_tokens=7)
 
 
 def decision(worker="w1", node="pcie", reason="load"):

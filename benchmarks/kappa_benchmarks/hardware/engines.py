@@ -97,8 +97,8 @@ class _Watched(Forward):
 
     last: Tensor
 
-    def compute(self, rows: Sequence[StepRow]) -> Tensor:
-        self.last = super().compute(rows)
+    def compute(self, *batches: Sequence[StepRow]) -> Tensor:
+        self.last = super().compute(*batches)
         return self.last
 
 

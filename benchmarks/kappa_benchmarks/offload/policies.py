@@ -1,11 +1,11 @@
 """Ways in which the served engine keeps the contexts of requests that decode, by name.
 
-"host-kv" loads KV at every step (the baseline). "host-kvpr" keeps activations beside it and splits
-as served, "kvpr-paper" by paper 000's Eq. 12, "share-N" at N %. "hybrid-N" keeps N % of the blocks
-as activations instead (paper 003), "host-hybrid" as planned, "hybrid-paper" by Algorithm 1 as
-printed. "cpu-*": the CPU attends to part of each context where it lies (paper 002): "cpu-N" to a
-share, "cpu-paper" by bandwidth, "cpu-ahead" by the predicted step. "device": nothing leaves the
-device, a bound. All run the engine's own loop.
+"host-kv" loads KV at every step (the baseline), "host-weights" where weights cross, too.
+"host-kvpr" keeps activations beside it and splits as served, "kvpr-paper" by paper 000's Eq. 12,
+"share-N" at N %. "hybrid-N" keeps N % of the blocks as activations instead (paper 003),
+"host-hybrid" as planned, "hybrid-paper" by Algorithm 1 as printed. "cpu-*": the CPU attends to part
+of each context where it lies (paper 002): "cpu-N" to a share, "cpu-paper" by bandwidth, "cpu-ahead"
+by the predicted step. "device": nothing leaves the device, a bound. All run the engine's own loop.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from kappa_engine.llm_engine import Engine
 from kappa_engine.sequence import EngineRequest, Sequence
 from kappa_engine.settings import EngineOptions
 
-BASELINE = "host-kv"
 _COPY_STEPS = 3
 # Device blocks of a request beside its chunk: the one that fills, and those that leave.
 _SPARE_BLOCKS = 4
@@ -93,8 +92,8 @@ class Policies:
         share = int(rest) / 100 if rest.isdigit() else -1.0
         if name == "device":
             return Way("auto")
-        if name == BASELINE:
-            return Way(BASELINE)
+        if name in ("host-kv", "host-weights"):
+            return Way(name)
         if name in ("host-hybrid", "hybrid-paper"):
             kv_bytes = self.host_blocks() * bt * rates.kv_bytes
             allocate = allocate_paper if name == "hybrid-paper" else allocate_corrected
@@ -143,12 +142,13 @@ class Policies:
         if way.cpu is not None:
             left = round(way.cpu(full) * full / self._bt) * self._bt
             step_s = split_s(rates, batch, full, left)
-            link_s = rates.load.seconds(batch * (full - left))
+            link_s = rates.weights_s + rates.load.seconds(batch * (full - left))
             return step_s + rates.serial_share * min(link_s, step_s)
         acts = self.activations(way, length)
         gpu_s = rates.decode_s(batch, length, acts)[1]
         moved = full - acts + rates.activation_ratio * acts
         link_s = 0.0 if way.planner == "auto" else rates.load.seconds(batch * moved)
+        link_s += rates.weights_s
         return max(link_s, gpu_s) + rates.serial_share * min(link_s, gpu_s)
 
     def activations(self, way: Way, length: int) -> int:
@@ -163,10 +163,10 @@ class Policies:
             return max(self.cell.policies, key=lambda name: name == "host-hybrid")
         own = next((n for n in ("host-kvpr", "cpu-ahead") if n in self.cell.policies), "")
         if not own or (own == "cpu-ahead" and attention_refused(self.rates)):
-            return BASELINE
-        plain_s = self.predicted_s(self.way(BASELINE))
+            return self.cell.policies[0]
+        plain_s = self.predicted_s(self.way(self.cell.policies[0]))
         gain = 1.0 - self.predicted_s(self.way(own)) / plain_s
-        return own if gain >= LEAST_GAIN else BASELINE
+        return own if gain >= LEAST_GAIN else self.cell.policies[0]
 
     def full(self, length: int) -> int:
         """Tokens of a request that are in full blocks: those that are in host memory."""

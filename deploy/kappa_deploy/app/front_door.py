@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kappa.settings.cluster import ClusterSettings
 from kappa_deploy.app.errors import StartError
-from kappa_router.cluster.paths import DECIDED, own_paths
+from kappa_router.cluster.paths import ASKED, own_paths
 from kappa_router.gateway.process import EnvoyError, Gateway, spec_of
 from kappa_router.gateway.spec import GatewaySpec
 
@@ -26,7 +26,7 @@ def front_door_spec(settings: ClusterSettings, folder: Path) -> GatewaySpec:
     models = [one.model for one in settings.by_model()]
     names = [name for model in models for name in (model.id, *model.adapters)]
     spec = spec_of(
-        settings.http, settings.access, folder=folder, decided=DECIDED, own=own_paths(names),
+        settings.http, settings.access, folder=folder, decided=ASKED, own=own_paths(names),
         max_body_bytes=settings.router.max_body_bytes, foreign=False,
     )  # fmt: skip
     # A first token may take as long as a request; a decider that is silent for longer is lost.

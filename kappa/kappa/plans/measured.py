@@ -333,6 +333,7 @@ def _fitted_rates(data: Mapping[str, Any]) -> PlanRates:
         attend=attend,
         h2d_attending=min(1.0, float(beside["h2d_bytes_per_s"]) / alone),
         attend_loading=min(1.0, float(beside["share_while_loading"])),
+        weights_s=float(data.get("weights_s", 0.0)),
     )
 
 
@@ -359,5 +360,5 @@ def as_measured(rates: PlanRates, model: str, device: str) -> dict[str, Any]:
             "new_tokens": list(new), "context_tokens": list(context),
             "seconds": [[rates.prefill_s(n, s) for s in context] for n in new],
         },
-        "h2d_bytes_per_s": link,
+        "h2d_bytes_per_s": link, "weights_s": rates.weights_s,
     }  # fmt: skip

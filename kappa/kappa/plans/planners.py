@@ -11,8 +11,9 @@ in host memory (C), as "auto" does with what exceeds a request's room on the dev
 Planners called "host-*" leave all of a request's context in host memory while it runs, its answer
 too: "host-kv" loads KV at every step, "host-kvpr" by KVPR's split (paper 000) of KV and activations
 that are both there, "host-hybrid" blocks that are there as one or the other (paper 003);
-"host-auto" does so with what exceeds a request's room on the device. A pool has those that its
-own planner has stored for (`host_planners`).
+"host-auto" does so with what exceeds a request's room on the device; "host-weights" is "host-kv"
+where weights are in host memory, too (FlexGen's schedule), with which the others are compared. A
+pool has those that its own planner has stored for (`host_planners`).
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def kappa_eff(rates: PlanRates, policy: Policy, new_tokens: float) -> float:
 
     def bound(ratio: float) -> bool:
         costs = Costs(rates, ratio * new_tokens, new_tokens)
-        return policy_ttft_s(costs, policy) >= 2.0 * costs.plain_s
+        return policy_ttft_s(costs, policy) >= 2.0 * max(costs.plain_s, rates.weights_s)
 
     return least_ratio(bound)
 
@@ -153,6 +154,7 @@ _NEEDS = {
     "host-hybrid": " (it needs activations instead of KV: set the pool's planner to it)",
     "host-kv": " (it needs a pool whose planner is host-kv, host-kvpr or host-auto)",
     "host-auto": " (it needs a pool whose planner is one of host-*)",
+    "host-weights": " (it needs weights in host memory: set the pool's planner to it)",
 }
 HOST_AUTO = "host-auto"
 
@@ -166,6 +168,8 @@ def host_planners(planner: str, act_share: float) -> tuple[str, ...]:
         return ()
     if planner == "host-hybrid":
         return HOST_AUTO, planner
+    if planner == "host-weights":
+        return HOST_AUTO, "host-kv", planner
     both = planner == "host-kvpr" or (planner == HOST_AUTO and act_share > 0)
     return (HOST_AUTO, "host-kv", "host-kvpr") if both else (HOST_AUTO, "host-kv")
 

@@ -9,10 +9,8 @@ from typing import Annotated, Literal
 from pydantic import Field, PrivateAttr, SecretStr, field_validator, model_validator
 
 from kappa.keys import entry_digest, entry_fault, is_hashed, read_digests, read_entries
-from kappa.protocol import MAX_TENANTS, MOST_PRIORITY
-from kappa.settings.base import Finite, Section, TenantName
-
-PriorityClass = Annotated[int, Field(ge=0, le=MOST_PRIORITY)]
+from kappa.protocol import MAX_TENANTS
+from kappa.settings.base import Finite, PriorityClass, Section, TenantName
 
 
 class TenantLimits(Section):
@@ -60,6 +58,12 @@ class TenantSettings(Section):
     operators: tuple[TenantName, ...] = Field(
         (), description="tenants who may see nodes, tenants and all decisions, and measure nodes"
     )
+    # As {edge: [a, b]}: a request with the key of `edge` may be for a or b, which need no keys.
+    speaks_for: dict[TenantName, tuple[TenantName, ...]] = Field(
+        default_factory=dict,
+        description="tenants, such as a gateway's, whose requests may name one of these by the "
+        "header x-gateway-inference-fairness-id; default_name for requests without a key",
+    )
     share_cache: bool = Field(
         False, description="tenants reuse each other's cached prefixes, and may notice by timing"
     )
@@ -93,14 +97,16 @@ class TenantSettings(Section):
             raise ValueError(
                 f"by_key and {self.keys_file} give one key to two tenants: drop it from one"
             )
-        known = {*self.digests.values(), self.default_name}
+        speakers = {*self.digests.values(), self.default_name}
+        known = speakers.union(*self.speaks_for.values())
         if len(known) > MAX_TENANTS:
             raise ValueError(f"{len(known)} tenants: at most {MAX_TENANTS} are kept apart")
-        for field in ("weights", "limits", "priorities", "operators"):
-            strangers = sorted(set(getattr(self, field)) - known)
+        for field in ("weights", "limits", "priorities", "operators", "speaks_for"):
+            allowed = speakers if field == "speaks_for" else known
+            strangers = sorted(set(getattr(self, field)) - allowed)
             if strangers:
                 raise ValueError(
-                    f"{field} names {strangers}, who have no key; known are {sorted(known)[:20]}"
+                    f"{field} names {strangers}, who have no key; known are {sorted(allowed)[:20]}"
                 )
         if self.unknown == "refuse" and not self.digests:
             raise ValueError("unknown: refuse needs keys: give by_key or keys_file")

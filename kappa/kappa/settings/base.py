@@ -15,8 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from kappa.keys import TENANT_NAME
+from kappa.protocol import MOST_PRIORITY
 
 TenantName = Annotated[str, Field(pattern=TENANT_NAME)]
+
+PriorityClass = Annotated[int, Field(ge=0, le=MOST_PRIORITY)]
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -100,7 +103,8 @@ def changed_sections(
     for section, given in options.items():
         changed = {name: value for name, value in given.items() if value is not None}
         if changed:
-            changes[section] = {**getattr(settings, section).model_dump(), **changed}
+            there: Section | None = getattr(settings, section)
+            changes[section] = {**(there.model_dump() if there else {}), **changed}
     return changes
 
 

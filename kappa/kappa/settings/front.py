@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, FilePath, field_validator, model_validator
 
 from kappa.checks import http_parts
+from kappa.protocol import DECIDED_PATHS, PASSED_PATHS
 from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings, open_door
 from kappa.settings.base import Finite, Section, settings_from
 from kappa.settings.pools import Name, ProfileName, ShapeName
@@ -60,6 +61,9 @@ class BackendSettings(Section):
         (),
         description="where it publishes KV events, tcp://HOST:PORT (vLLM: endpoint tcp://*:PORT); "
         "a list if its data-parallel ranks do so at ports of their own",
+    )
+    serves: tuple[PassedPath, ...] = Field(
+        (), description="paths that it is for, as /v1/embeddings; default: all that go to servers"
     )
     key_env: str | None = Field(
         None, description="environment variable with the key that it wants; none: the client's own"
@@ -127,10 +131,39 @@ class ListenSettings(HttpSettings):
     )
 
 
+class PoolSettings(Section):
+    """An InferencePool, from which the servers are taken instead of `backends`."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[a-z0-9.-]+$")] = Field(
+        description="NAMESPACE/NAME"
+    )
+    profile_label: str = Field(
+        "kappa-serve/profile",
+        description="pods' label that names their profile; without it the node's "
+        "nvidia.com/gpu.product does",
+    )
+    profiles: dict[str, ProfileName] = Field(
+        default_factory=dict, description="profile by what the label says, besides the catalogue"
+    )
+    shape: ShapeName | None = Field(None, description="as of a backend, of all pods")
+    host_tokens: int = Field(0, ge=0, description="as of a backend, of all pods")
+    events_port: int | None = Field(
+        None, ge=1, le=65535, description="where pods publish KV events; ranks at those that follow"
+    )
+
+
+class PickerSettings(Section):
+    """The endpoint picker of a gateway (Gateway API Inference Extension), instead of an Envoy of
+    our own; `http` is then the address of our own paths."""
+
+    port: int = Field(9002, ge=0, le=65535, description="of gRPC, at http.host; 0: any free one")
+    pool: PoolSettings | None = Field(None, description="none: the servers are those of backends")
+
+
 class FrontSettings(Section):
     """`kappa route`: servers, and how requests are routed among them."""
 
-    backends: tuple[BackendSettings, ...]
+    backends: tuple[BackendSettings, ...] = ()
     probe: ProbeSettings = ProbeSettings()
     first_byte_s: Finite = Field(
         60.0, gt=0, description="a streamed answer that has not begun by then is sought elsewhere"
@@ -152,6 +185,9 @@ class FrontSettings(Section):
     access: AccessSettings = AccessSettings()
     http: ListenSettings = ListenSettings()
     observing: ObservingSettings = ObservingSettings()
+    epp: PickerSettings | None = Field(
+        None, description="pick servers for a gateway that passes the requests on itself"
+    )
     block_tokens: int = Field(
         16, ge=1, le=4096, description="of servers that publish events: vLLM's --block-size"
     )
@@ -176,9 +212,22 @@ class FrontSettings(Section):
         return _server_url(value)
 
     @model_validator(mode="after")
+    def _known_paths(self) -> FrontSettings:
+        known = {*DECIDED_PATHS, *PASSED_PATHS, *self.passed}
+        for one in self.backends:
+            strange = sorted(set(one.serves) - known)
+            if strange:
+                raise ValueError(
+                    f"backend {one.worker} serves {strange[0]}, which clients cannot reach: name "
+                    f"it in passed, or one of {', '.join(sorted(known))}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _unlike(self) -> FrontSettings:
-        if not self.backends:
-            raise ValueError("backends: give at least one server")
+        pool = self.epp.pool if self.epp is not None else None
+        if bool(self.backends) == (pool is not None):
+            raise ValueError("backends: give at least one server, and none beside epp.pool")
         for what in ("url", "worker"):
             seen = [getattr(one, what) for one in self.backends]
             twice = sorted({one for one in seen if seen.count(one) > 1})
@@ -199,7 +248,24 @@ class FrontSettings(Section):
                 "not there, and tenants.unknown: refuse nobody without a key: give "
                 "http.decider_away: refuse"
             )
+        if self.epp is not None:
+            self._fit_a_gateway()
         return self
+
+    def _fit_a_gateway(self) -> None:
+        """Raises ValueError for what only an Envoy of our own does."""
+        for one in self.backends:
+            parts = urlsplit(one.url)
+            if parts.scheme != "http" or parts.path or one.key_env:
+                raise ValueError(
+                    f"backends: {one.url} has TLS, a path or a key; before it stands the gateway "
+                    "(epp): give http://HOST:PORT, and configure the rest there"
+                )
+        if "://" in self.present or self.http.decider_away != "refuse":
+            raise ValueError(
+                "epp: requests pass the gateway alone: name no balancer as present, and leave "
+                "http.decider_away as it is (the pool's failureMode says it)"
+            )
 
 
 def backend_of(text: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from kappa.checks import http_parts, steered_percent
-from kappa.settings.base import Finite, Section
+from kappa.settings.base import Finite, PriorityClass, Section, TenantName
 from kappa.slo import OBJECTIVE
 
 PolicyName = Literal[
@@ -72,6 +72,17 @@ class ObjectiveSettings(Section):
         return self
 
 
+class NamedObjective(Section):
+    """An objective that a request may name by the header `x-gateway-inference-objective`."""
+
+    priority: PriorityClass | None = Field(
+        None, description="the class that it asks for, of those that its tenant may; none: no other"
+    )
+    ttft_s: Finite | None = Field(
+        None, gt=0, description="to its first token, in real seconds; none: as router.objective"
+    )
+
+
 class RouterSettings(Section):
     """The policy, and the limits of the decider."""
 
@@ -94,6 +105,13 @@ class RouterSettings(Section):
         True, description="refuse (429) requests predicted to miss their objective"
     )
     objective: ObjectiveSettings = ObjectiveSettings()
+    objectives: dict[TenantName, NamedObjective] = Field(
+        default_factory=dict,
+        description="objectives that requests may name; without any, the header is not read",
+    )
+    longest_ttft_s: Finite = Field(
+        60.0, ge=0, description="most that x-slo-ttft-ms may ask for; 0: the header is not read"
+    )
     request_timeout_s: float = Field(600.0, gt=0)
     failover: FailoverSettings = FailoverSettings()
     record: str | None = Field(

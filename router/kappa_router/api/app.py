@@ -32,6 +32,7 @@ from kappa.keys import KeysUnreadableError, read_digests
 from kappa.protocol import MAX_TENANTS
 from kappa_router.api import errors
 from kappa_router.api.errors import ApiError
+from kappa_router.api.metadata import FAIRNESS_HEADER
 from kappa_router.api.request import Inbound, inbound_of
 from kappa_router.api.tenants import (
     Allowance,
@@ -57,6 +58,7 @@ _LIMITED_PATHS = (*_BODY_PATHS, "/v1/route", "/v1/decisions")
 _OPEN_PATHS = ("/", "/health", "/ready")
 _METRICS_PATH = "/metrics"
 KEY_HEADERS = ("authorization", "x-api-key")
+TENANT_HEADERS = (*KEY_HEADERS, FAIRNESS_HEADER)
 OPERATOR_PATHS = ("/v1/nodes", "/v1/nodes/profile", "/v1/tenants", "/v1/journal")
 """What concerns the whole cluster. Decisions show a tenant its own ones, an operator all."""
 _ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._:-")
@@ -187,18 +189,22 @@ class Door:
         self.keys_refused, self.refused = 0, Counter[tuple[str, str]]()
 
     async def tenant(
-        self, authorization: str, api_key: str, now_s: float, *, is_open: bool = False
-    ) -> Tenant:
+        self, authorization: str, api_key: str, now_s: float, fairness_id: str = "", *,
+        is_open: bool = False,
+    ) -> Tenant:  # fmt: skip
         """The tenant of a request with these headers; an open endpoint needs no key.
 
-        Raises ApiError 401."""
+        Raises ApiError 401, or 403 for another's fairness header."""
         await self.keyring.refresh(now_s)
         tenants, keys = self.keyring.tenants, keys_in(authorization, api_key)
         tenant = tenants.find(keys)
         if tenant is None and not is_open:
             self.keys_refused += 1
             raise errors.UNKNOWN_KEY() if keys else errors.NO_KEY()
-        return tenant or tenants.default
+        if tenant is None or is_open:
+            return tenant or tenants.default
+        with self.counting(tenant):
+            return tenants.named(tenant, fairness_id)
 
     def enter(self, tenant: Tenant, now_s: float, body_bytes: int = 0) -> Lease:
         """A request of `tenant` came, with a body announced as so large; raises ApiError 429."""
@@ -256,13 +262,13 @@ class Gate:
     ) -> None:
         """Find the tenant of the request and enter it; raises ApiError 401, 403 or 429."""
         path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
-        bearer, api_key = (
-            headers.get(name.encode(), b"").decode("latin-1") for name in KEY_HEADERS
+        bearer, api_key, fairness_id = (
+            headers.get(name.encode(), b"").decode("latin-1") for name in TENANT_HEADERS
         )
         # Compared as routes are: with a slash more it is none of ours, and may be another's.
         is_open = path in _OPEN_PATHS or (path == _METRICS_PATH and self._access.open_metrics)
         now_s = time.monotonic()
-        tenant = await self._door.tenant(bearer, api_key, now_s, is_open=is_open)
+        tenant = await self._door.tenant(bearer, api_key, now_s, fairness_id, is_open=is_open)
         inbound.tenant = tenant
         named = path.rstrip("/")
         guarded = named in OPERATOR_PATHS or (named == _METRICS_PATH and not is_open)
@@ -284,7 +290,7 @@ class Gate:
         """
         holder, who = object(), f"tenant {tenant.name}"
         if scope["method"] not in ("GET", "HEAD"):
-            if not self._access.tenants.by_digest:
+            if not self._access.tenants.apart:
                 tenant, who = Tenant((scope.get("client") or ("",))[0]), "this address"
             if not self._outstanding.take(holder, tenant):
                 raise errors.BODIES_OUTSTANDING(limit=self._access.max_outstanding_bodies, who=who)

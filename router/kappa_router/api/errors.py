@@ -92,6 +92,11 @@ NO_KEY = Fault(401, "invalid_api_key", "No API key was sent; send 'Authorization
 OPERATOR_ONLY = Fault(
     403, "operator_only",
     "{path} is for operators: name the key's tenant in tenants.operators.")
+FOREIGN_TENANT = Fault(
+    403, "foreign_tenant",
+    "x-gateway-inference-fairness-id names another tenant than the request's own, {tenant}: leave "
+    "it out, or have the operator list that tenant in tenants.speaks_for.{tenant}.",
+    "x-gateway-inference-fairness-id")
 HEADERS_TOO_LARGE = Fault(
     431, "headers_too_large", "The request has {what}; at most {limit} are read.")
 BODY_TOO_SLOW = Fault(408, "body_too_slow", "The request body did not arrive within {limit_s:g} s.")
@@ -203,6 +208,12 @@ KILLED_AN_ENGINE = Fault(
 # -- the front door, before anything of ours is reached -----------------------------------------
 
 NO_SUCH_PATH = Fault(404, "not_found", "There is no such path here; paths are compared as sent.")
+NOT_SERVED = Fault(
+    404, "not_served",
+    "{path} is not served by this cluster, whose engines generate texts: start a server for it, as "
+    "vllm serve --runner pooling, and kappa route before that.")
+PATH_OF_NO_SERVER = Fault(
+    404, "not_served", "No server here is for {path}: name it in serves of a backend.")
 WRONG_METHOD = Fault(405, "method_not_allowed", "This path is asked by POST.")
 HEADERS_TOO_SLOW = Fault(
     408, "headers_too_slow", "The request's headers did not arrive within {limit_s:g} s.")
@@ -212,6 +223,10 @@ DECIDER_AWAY = Fault(
 DOOR_OVERLOADED = Fault(
     503, "overloaded", "The front door is out of memory or connections; try again later.",
     retry_after_s=2.0)
+GATEWAY_MISCONFIGURED = Fault(
+    503, "gateway_misconfigured",
+    "The gateway does not send request bodies to its endpoint picker as they come; its operator "
+    "must set request_body_mode: FULL_DUPLEX_STREAMED.")
 NO_SERVER_LEFT = Fault(
     503, "no_worker", "None of the workers that the request may go to can be reached; try again.",
     retry_after_s=1.0)

@@ -13,6 +13,11 @@ from kappa_router.decision import Decision
 
 # What a client calls its conversation: this header, else one of these fields of its body.
 SESSION_HEADER = "x-session-id"
+# As the Gateway API's Inference Extension names them: a tenant, and an objective of the settings.
+FAIRNESS_HEADER = "x-gateway-inference-fairness-id"
+OBJECTIVE_HEADER = "x-gateway-inference-objective"
+# The most milliseconds to a first token, as llm-d and GKE read it.
+SLO_TTFT_HEADER = "x-slo-ttft-ms"
 DEADLINE_HEADER = "x-kappa-deadline-ms"
 CONVERSATION_KEYS = ("prompt_cache_key", "user")
 PLAN_HEADER = "x-kappa-plan"

@@ -17,13 +17,16 @@ import numpy as np
 from starlette.requests import Request
 
 from kappa.protocol import APPROX_HEADER, Announcement
+from kappa.settings.routing import RouterSettings
 from kappa_router.api import errors
 from kappa_router.api.checks import digits
 from kappa_router.api.metadata import (
     CONVERSATION_KEYS,
     DEADLINE_HEADER,
+    OBJECTIVE_HEADER,
     PLAN_HEADER,
     SESSION_HEADER,
+    SLO_TTFT_HEADER,
 )
 from kappa_router.api.request_body import RequestBody
 from kappa_router.api.tenants import Lease, Tenant
@@ -96,6 +99,8 @@ class ApiRequest:
     timeline: RequestTimeline = field(init=False)
     # When its answer must have begun; None: at any time.
     deadline: Deadline | None = None
+    # Real seconds to its first token that it asks for; 0: it does not.
+    ttft_limit_s: float = 0.0
     # It asks for this model, by an adapter's name if there is one.
     model: EndpointModel = field(init=False)
     adapter: str | None = None
@@ -106,15 +111,18 @@ class ApiRequest:
         inbound = inbound_of(http)
         return cls(inbound.request_id, body, http.headers, inbound)
 
-    def prepare(self, models: Sequence[EndpointModel]) -> None:
+    def prepare(self, models: Sequence[EndpointModel], rules: RouterSettings) -> None:
         """Find its model, read its deadline, and make its body's `cache_salt` its tenant's own, for
-        engine and router alike; give it its class of priority. Raises ApiError 404 if there is no
-        such model, 400 if its deadline is none, or its class not its tenant's to ask for."""
+        engine and router alike; give it its class of priority and its objective. Raises ApiError
+        404 if there is no such model, 400 if its deadline or objective is none, or its class not
+        its tenant's to ask for."""
         self.model, self.adapter = model_of(models, self.body.model)
         salt = cache_salt(self.tenant, self.body.cache_salt)
         if salt is not None:
             self.body.cache_salt = salt
-        self.body.priority = self.tenant.class_of(self.body.priority)
+        self.body.priority, self.ttft_limit_s = objective_of(
+            self.headers, rules, self.tenant, self.body.priority
+        )
         self.deadline = deadline_of(self.headers.get(DEADLINE_HEADER, ""), self.inbound.arrived_s)
 
     # -- what it asks for ---------------------------------------------------------------------
@@ -189,7 +197,36 @@ def cache_salt(tenant: Tenant, own: str | None) -> str | None:
     return hashlib.blake2b(data, digest_size=16, person=b"kappa-tenant").hexdigest()
 
 
-# -- deadlines --------------------------------------------------------------------------------
+# -- objectives and deadlines -----------------------------------------------------------------
+
+
+def objective_of(
+    headers: Mapping[str, str], rules: RouterSettings, tenant: Tenant, requested: int | None = None
+) -> tuple[int, float]:
+    """The class of a request, and the real seconds to its first token that it asks for, 0 for none,
+    by the class that its body names and by the headers of its objective.
+
+    The body's own class, and the milliseconds of `x-slo-ttft-ms`, go before those of a named
+    objective. Raises ApiError 400 for an objective that `rules` does not list, a class that is not
+    the tenant's to ask for, and milliseconds that are no number above 0 and up to the bound.
+    """
+    where, named = "priority", headers.get(OBJECTIVE_HEADER, "").strip()
+    ttft_s = 0.0
+    if named and rules.objectives:
+        if named not in rules.objectives:
+            raise errors.bad_field(OBJECTIVE_HEADER, f"name one of {', '.join(rules.objectives)}")
+        objective = rules.objectives[named]
+        ttft_s = objective.ttft_s or 0.0
+        if requested is None:
+            where, requested = OBJECTIVE_HEADER, objective.priority
+    own = headers.get(SLO_TTFT_HEADER, "").strip()
+    if own and rules.longest_ttft_s:
+        most_ms = 1000 * rules.longest_ttft_s
+        if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", own) or not 0 < float(own) <= most_ms:
+            why = f"give milliseconds above 0 and up to {most_ms:g} (router.longest_ttft_s)"
+            raise errors.bad_field(SLO_TTFT_HEADER, why)
+        ttft_s = float(own) / 1000
+    return tenant.class_of(requested, where), ttft_s
 
 
 @dataclass(frozen=True, slots=True)

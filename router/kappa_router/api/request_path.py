@@ -62,7 +62,7 @@ class RequestPath:
         """The router's view of a body that is only explained; it holds a place until it is
         tokenized."""
         live, request, holder = self.live(), ApiRequest.of(http, body), object()
-        request.prepare(self.models)
+        request.prepare(self.models, self.settings)
         if not self.places.take(holder, request.tenant, live.router.in_flight):
             after_s = live.retry_after_s()
             raise errors.QUEUE_FULL(limit=self.places.limit, retry_after_s=after_s)
@@ -75,10 +75,11 @@ class RequestPath:
 
     def begin(self, request: ApiRequest) -> None:
         """Follow a request to its end."""
-        traceparent = request.headers.get("traceparent", "")
-        request.timeline = self.telemetry.begin(
+        traceparent, body = request.headers.get("traceparent", ""), request.body
+        request.timeline = timeline = self.telemetry.begin(
             request.request_id, request.tenant.name, time.time(), traceparent
         )
+        timeline.chat, timeline.max_tokens = body.is_chat, request.max_tokens
 
     def end(self, request: ApiRequest, end: str, status: int) -> None:
         """A request is over; only the first call counts."""
@@ -87,6 +88,7 @@ class RequestPath:
     async def routed(self, live: LiveRouter, request: ApiRequest) -> RouteRequest:
         """The router's view of a request: its prompt in tokens, and the workers that must not serve
         it. Raises ApiError."""
+        request.timeline.model = request.adapter or request.model.name
         # A decider that has only just begun may be asked before it knows of any worker.
         await live.members.first_joined(_FIRST_WORKER_S)
         prompt = await self._tokenized(live, request)
@@ -170,4 +172,5 @@ def _route_request(
         request.request_id, prompt.token_ids, request.max_tokens, request.salt, exclude=exclude,
         prompt_tokens=prompt.tokens, model=request.model.name, tenant=request.tenant.name,
         weight=request.tenant.weight, priority=request.body.priority or 0,
+        ttft_limit_s=request.ttft_limit_s,
     )  # fmt: skip

@@ -66,7 +66,8 @@ def tenants_table(t: TenantSettings, own: Mapping[bytes, str] | None = None) -> 
         priorities={name: (one.own, one.may_ask) for name, one in t.priorities.items()},
         # Without keys clients and operators cannot be told apart.
         operators=frozenset({*t.operators, *own.values()}) if t.digests else None,
-        own_caches=bool(t.digests) and not t.share_cache,
+        own_caches=bool(t.digests or t.speaks_for) and not t.share_cache,
+        speaks_for=dict(t.speaks_for),
         blind=secrets.token_bytes(32),
     )
     return table.with_digests({**t.digests, **own}, t.default_name, t.fixed_digests | own.keys())

@@ -38,15 +38,15 @@ class Tenant:
     # Classes that one of its requests may ask for instead.
     may_ask: tuple[int, ...] = ()
 
-    def class_of(self, requested: int | None) -> int:
-        """The class of a request that names one, or none; ApiError 400 if it may not."""
+    def class_of(self, requested: int | None, where: str = "priority") -> int:
+        """The class of a request that names one, or none; ApiError 400 if it may not. where: the
+        place that names it."""
         if requested is None or requested == self.priority:
             return self.priority
         if requested not in self.may_ask:
             known = ", ".join(map(str, sorted({self.priority, *self.may_ask})))
-            raise errors.bad_field(
-                "priority", f"it is {requested}, and tenant {self.name!r} may ask for {known}"
-            )
+            why = f"it is {requested}, and tenant {self.name!r} may ask for {known}"
+            raise errors.bad_field(where, why)
         return requested
 
 
@@ -70,6 +70,8 @@ class Tenants:
     # Who may see the whole cluster; None: everybody.
     operators: frozenset[str] | None = None
     own_caches: bool = False
+    # By tenant: whom its requests may be for instead, as a gateway names them.
+    speaks_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Blinded digests that a file of keys cannot take back.
     fixed: frozenset[bytes] = field(default=frozenset(), repr=False)
     # Blinds the digests: any bytes, secret.
@@ -101,9 +103,26 @@ class Tenants:
                 return tenant
         return None if self.refuse else self.default
 
+    @property
+    def apart(self) -> bool:
+        """Whether requests of several tenants can be told apart."""
+        return bool(self.by_digest or self.speaks_for)
+
+    def named(self, caller: Tenant, fairness_id: str) -> Tenant:
+        """The tenant of a request of `caller` with that fairness header; it gains no rights of an
+        operator. ApiError 403 if it is not the caller's to name; where there is one tenant only, no
+        name changes anything."""
+        if not self.apart or fairness_id in ("", caller.name):
+            return caller
+        if fairness_id not in self.speaks_for.get(caller.name, ()):
+            raise errors.FOREIGN_TENANT(tenant=caller.name)
+        tenant = self._tenant(fairness_id)
+        return replace(tenant, operator=tenant.operator and caller.operator)
+
     def all(self) -> dict[str, Tenant]:
         """Every tenant by name, in order of names; the default one only where it can occur."""
-        found = {tenant.name: tenant for tenant in self.by_digest.values()}
+        found = {name: self._tenant(name) for one in self.speaks_for.values() for name in one}
+        found |= {tenant.name: tenant for tenant in self.by_digest.values()}
         if not self.refuse:
             found.setdefault(self.default.name, self.default)
         return dict(sorted(found.items()))

@@ -60,7 +60,7 @@ _APIS: Mapping[str, _Api] = {
 
 
 def taken(path: str, body: bytes) -> Taken:
-    """A request for one of `DECIDED`; raises ApiError 400."""
+    """A request for one of `DECIDED_PATHS`; raises ApiError 400."""
     api = _APIS[path]
     data = errors.json_object(body, api.fields)
     kept = api.check(data)

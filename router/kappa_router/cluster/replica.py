@@ -22,7 +22,7 @@ from ray.serve.exceptions import RayServeException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kappa.logging import configure
-from kappa.protocol import PROFILE_PATH
+from kappa.protocol import DECIDED_PATHS, PROFILE_PATH
 from kappa_router.api import errors, status
 from kappa_router.api.app import Access, Door, make_app
 from kappa_router.api.face import Face
@@ -33,7 +33,6 @@ from kappa_router.api.request_path import RequestPath
 from kappa_router.api.start import DeciderSettings, LiveStart
 from kappa_router.api.tenants import Places
 from kappa_router.api.tokenizer import keep_models_away
-from kappa_router.cluster.paths import DECIDED
 from kappa_router.cluster.reading import counted_message, either
 from kappa_router.cluster.scene import ClusterScene
 from kappa_router.gateway.decider import Decider
@@ -124,7 +123,7 @@ class KappaDecider(Face):
             self._tracing = Tracing(settings.observing, record_of)
             self._telemetry.on_end = self._tracing.ended
         # Without keys tenants cannot be told apart.
-        places = Places(settings.router.max_queue, shared=bool(access.tenants.by_digest))
+        places = Places(settings.router.max_queue, shared=access.tenants.apart)
         self._path = RequestPath(
             settings.router, Tokenizing(renderers), places, self._telemetry, self._live,
             settings.models,
@@ -157,7 +156,7 @@ class KappaDecider(Face):
         for name, route in OWN.items():
             route(app)(getattr(self, name))
         # The document is made once.
-        app.openapi()["paths"].update(dict.fromkeys(DECIDED, _OF_WORKERS))
+        app.openapi()["paths"].update(dict.fromkeys(DECIDED_PATHS, _OF_WORKERS))
         return app
 
     async def __del__(self) -> None:

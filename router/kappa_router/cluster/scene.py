@@ -17,6 +17,7 @@ from kappa.host import Lock
 from kappa.protocol import (
     APPROX_HEADER,
     APPROX_KEY,
+    DECIDED_PATHS,
     GIVE_UP_PATH,
     RETRY_DIED,
     RETRY_HEADER,
@@ -31,7 +32,6 @@ from kappa_router.api.metadata import decision_headers, peer_params
 from kappa_router.api.reading import read
 from kappa_router.api.request import ApiRequest, Inbound
 from kappa_router.api.request_path import RequestPath, engine_metadata
-from kappa_router.cluster.paths import DECIDED
 from kappa_router.cluster.ports import WorkerPorts
 from kappa_router.cluster.prefill import PrefillElsewhere
 from kappa_router.cluster.reading import Changes, taken
@@ -74,7 +74,7 @@ class ClusterFlight:
 class ClusterScene(KnownServers):
     """A `Scene` over the workers of a live router."""
 
-    priced = frozenset(DECIDED)
+    priced = frozenset(DECIDED_PATHS)
     passed = frozenset[str]()
 
     def __init__(
@@ -103,7 +103,7 @@ class ClusterScene(KnownServers):
         api = ApiRequest(asked.request_id, found.body, asked.headers, inbound, asked.digest)
         self._path.begin(api)
         try:
-            api.prepare(self._path.models)
+            api.prepare(self._path.models, self._path.settings)
             routed = await self._path.routed(self.live, api)
             routed = await self._prefill(self.live, routed, api)
             workers = self.live.router.workers

@@ -7,12 +7,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from kappa.protocol import DECIDED_PATHS
 from kappa_router.api import errors, status
 from kappa_router.api.app import Door, guard
 from kappa_router.api.checks import digits
 from kappa_router.api.face import Face
 from kappa_router.api.request import inbound_of
-from kappa_router.front.front import DECIDED_PATHS, Front
+from kappa_router.front.front import Front
 from kappa_router.page.mount import add_page
 
 _JSON_LINES = "application/x-ndjson"

@@ -19,8 +19,8 @@ import aiohttp
 import numpy as np
 import structlog
 
-from kappa.protocol import Announcement
-from kappa.settings.front import FrontSettings
+from kappa.protocol import DECIDED_PATHS, Announcement
+from kappa.settings.front import BackendSettings, FrontSettings
 from kappa_router.api import errors
 from kappa_router.api.errors import ApiError
 from kappa_router.api.fair_queue import FairTurns
@@ -50,7 +50,6 @@ from kappa_router.sent_prompts import (
 
 log = structlog.get_logger(__name__)
 
-DECIDED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 # The fields that are read of any body, and of one with a prompt.
 _COMMON = frozenset({
     "model", "cache_salt", "stream", "max_tokens", "max_completion_tokens", "n", "best_of",
@@ -59,6 +58,7 @@ _COMMON = frozenset({
 _DECIDED = _COMMON.union(PROMPT_FIELDS, TOKENIZED_FIELDS)
 _DEPLOYMENT = "front"
 _KEEPALIVE_S = 4.0
+_LEFT = "it left the pool"
 # Prompts that servers tokenize for us.
 _TOKENIZED_AT_ONCE = 8
 
@@ -113,9 +113,13 @@ class Front:
         self._registry = ReplicaRegistry()
         self._conversations, self._turns = Conversations(), FairTurns(_TOKENIZED_AT_ONCE)
         # Events are about token ids; without them text will do.
-        self._by_ids = any(one.events for one in settings.backends)
+        pool = settings.epp.pool if settings.epp is not None else None
+        self._by_ids = any(one.events for one in settings.backends) or bool(
+            pool is not None and pool.events_port
+        )
         self._block_tokens = settings.block_tokens if self._by_ids else BLOCK_TOKENS
-        self._tasks: list[asyncio.Task[None]] = []
+        # By server.
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         # Set whenever a server may be used that was not to be, or the other way round.
         self.changed = asyncio.Event()
 
@@ -132,32 +136,27 @@ class Front:
         )  # fmt: skip
         if settings.journal is not None:
             self.journal = Journal(settings.journal, settings, self.live, self._caches)
-        probe = settings.probe
+        connect_s = settings.probe.connect_timeout_s
         self._http = aiohttp.ClientSession(
             # uvicorn, and so vLLM, closes idle connections after 5 s.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=probe.connect_timeout_s),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
-        for one in settings.backends:
-            backend = Backend(
-                one, probe, self._http, self._changed, self._block_tokens, self.changed.set
-            )
-            self.backends[one.worker] = backend
-            self._run("probe", one.worker, backend.watch)
-            for endpoint in one.events:
-                self._run("feed", one.worker, partial(backend.receive, endpoint))
+        self.have({one.worker: one for one in settings.backends})
         return self
 
-    def _run(self, name: str, worker: str, task: Callable[[], Awaitable[None]]) -> None:
+    def run(self, name: str, worker: str, task: Callable[[], Awaitable[None]]) -> None:
+        """Run a task of a server, or of all with an empty name, again if it fails."""
         running = supervised(name, task, self.live.task_restarted, worker)
-        self._tasks.append(asyncio.create_task(running))
+        self._tasks.setdefault(worker, []).append(asyncio.create_task(running))
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
+        tasks = [task for one in self._tasks.values() for task in one]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self.journal is not None:
             self.journal.close()
         await self.live.close()
@@ -165,19 +164,49 @@ class Front:
 
     # -- servers ------------------------------------------------------------------------------
 
+    def have(self, wanted: Mapping[str, BackendSettings]) -> None:
+        """The servers from now on, by name. One that is not among them any more gets no request,
+        and is forgotten when it has none."""
+        for name in self.backends.keys() - wanted.keys():
+            backend = self.backends[name]
+            for task in self._tasks.pop(name, ()):
+                task.cancel()
+            if backend.refused != _LEFT:
+                backend.lost(_LEFT)
+                backend.refused = _LEFT
+                self._publish()
+            elif name not in self.live.router.workers:
+                del self.backends[name]
+        for name, one in wanted.items():
+            if name in self._tasks:
+                continue
+            backend = self.backends.get(name) or Backend(
+                one, self.settings.probe, self._http, self._changed, self._block_tokens,
+                self.changed.set,
+            )  # fmt: skip
+            self.backends[name] = backend
+            self.run("probe", name, backend.watch)
+            for endpoint in one.events:
+                self.run("feed", name, partial(backend.receive, endpoint))
+        self.changed.set()
+
     def _follow(self, announced: Announcement, listener: StreamListener) -> Follower:
         return self.backends[announced.worker].follow(listener)
 
     def _changed(self, backend: Backend) -> str:
         """A server announced itself, or something else than before; why it cannot be used."""
         why = self._unlike(backend)
+        backend.refused = why
+        self._publish()
+        return why
+
+    def _publish(self) -> None:
         usable: dict[str, Mapping[str, Any]] = {
             name: one.known.to_dict()
             for name, one in self.backends.items()
-            if one.known is not None and not (why if one is backend else one.refused)
+            if one.known is not None and not one.refused
         }
         self._registry.publish(_DEPLOYMENT, usable)
-        return why
 
     def _unlike(self, backend: Backend) -> str:
         """The contradiction to the settings, or to other servers; empty if there is none."""
@@ -207,13 +236,17 @@ class Front:
         """Servers that may get requests."""
         return {name for name, one in self.backends.items() if one.usable}
 
-    def serving(self, model: str) -> frozenset[str]:
-        """Servers that list the model; of no model, all."""
+    def serving(self, model: str, path: str = DECIDED_PATHS[0]) -> frozenset[str]:
+        """Servers for the path that list the model; of no model, all of them."""
         return frozenset(
-            name
-            for name, one in self.backends.items()
+            one.worker
+            for one in self._for(path)
             if not model or any(model == known.name for known in one.models)
         )
+
+    def _for(self, path: str) -> list[Backend]:
+        every = self.backends.values()
+        return [one for one in every if not one.settings.serves or path in one.settings.serves]
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -236,10 +269,11 @@ class Front:
             return wanted
         if not self._by_ids or isinstance(data.get("prompt"), list):
             return wanted
+        serving = self.serving(wanted.model, path)
         able = [
             one
             for name, one in self.backends.items()
-            if name in self.serving(wanted.model) and one.settings.events and one.connected
+            if name in serving and one.settings.events and one.connected
         ]
         if able:
             chosen = min(able, key=lambda one: self.live.router.in_flight_on(one.worker))
@@ -251,15 +285,19 @@ class Front:
                     wanted.tokens = await chosen.tokens(data)
         return wanted
 
-    def request(self, request_id: str, wanted: Wanted) -> RouteRequest:
-        """The router's part of a request; raises ApiError 404 for a model that no server has."""
-        serving = self.serving(wanted.model)
-        if not serving and all(backend.known for backend in self.backends.values()):
-            names = sorted({m.name for one in self.backends.values() for m in one.models})
+    def request(
+        self, request_id: str, wanted: Wanted, path: str = DECIDED_PATHS[0]
+    ) -> RouteRequest:
+        """The router's part of a request; raises ApiError 404 for a model that no server has, or a
+        path that none is for."""
+        serving = self.serving(wanted.model, path)
+        able = self._for(path)
+        if self.backends and not able:
+            raise errors.PATH_OF_NO_SERVER(path=path)
+        if not serving and able and all(backend.known for backend in able):
+            names = sorted({m.name for one in able for m in one.models})
             raise errors.UNKNOWN_MODEL(model=wanted.model[:200], served=", ".join(names))
-        adapter = any(
-            m.parent for one in self.backends.values() for m in one.models if m.name == wanted.model
-        )
+        adapter = any(m.parent for one in able for m in one.models if m.name == wanted.model)
         return RouteRequest(
             request_id, wanted.tokens, wanted.max_tokens,
             salt_of(wanted.salt, wanted.model if adapter else None),

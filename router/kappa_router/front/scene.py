@@ -12,29 +12,24 @@ from urllib.parse import urlsplit
 
 import structlog
 
-from kappa.protocol import Admission
+from kappa.protocol import DECIDED_PATHS, PASSED_PATHS, Admission
 from kappa_router.api import errors
 from kappa_router.api.errors import ApiError
 from kappa_router.api.metadata import SESSION_HEADER
+from kappa_router.api.request import objective_of
 from kappa_router.decision import Decision, NoWorkerError, RouteRequest
 from kappa_router.front.backend import Backend
 from kappa_router.front.facts import usage_in
-from kappa_router.front.front import DECIDED_PATHS, Front
+from kappa_router.front.front import Front
 from kappa_router.gateway.endpoints import EndpointsFile, Resolver, shared_addresses
 from kappa_router.gateway.known import KnownServers
 from kappa_router.gateway.process import Gateway
 from kappa_router.gateway.scene import Asked, Reading, Used
-from kappa_router.gateway.spec import ServerEndpoint
+from kappa_router.gateway.spec import SUBSET_HEADER, ServerEndpoint
 from kappa_router.sent_prompts import Sent
 
 log = structlog.get_logger(__name__)
 
-PASSED_PATHS = (
-    "/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank",
-    "/v1/score", "/score", "/pooling", "/classify", "/tokenize", "/detokenize",
-    "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech",
-)  # fmt: skip
-"""Inference that is not priced, and may be done twice."""
 # The most that one sound or image comes to, of which a body that is not JSON is.
 _MEDIA_TOKENS = 16_384
 _OF_IDS = re.compile(rb'"(?:prompt|input)"\s*:\s*\[[\s\[]*[0-9]')
@@ -73,9 +68,10 @@ class FrontScene(KnownServers):
 
     async def read(self, asked: Asked) -> Reading:
         """As `Front.read`. Raises ApiError 404 for a model that no server has, 400 for fields that
-        would hide how many tokens an answer has."""
-        front, body = self.front, asked.body
-        wanted = await front.read(asked.path, body, asked.tenant)
+        would hide how many tokens an answer has, and for an objective that is none."""
+        front, body, tenant = self.front, asked.body, asked.tenant
+        priority, ttft_limit_s = objective_of(asked.headers, front.settings.router, tenant)
+        wanted = await front.read(asked.path, body, tenant)
         if wanted.merged:
             raise errors.refused_field("stream_interval", "events are counted as tokens")
         if body[:1] == b"{":
@@ -85,12 +81,19 @@ class FrontScene(KnownServers):
         else:
             wanted.bound = min(len(body), _MEDIA_TOKENS)
         wanted.session = asked.headers.get(SESSION_HEADER) or wanted.session
-        request = front.request(asked.request_id, wanted)
+        request = front.request(asked.request_id, wanted, asked.path)
         usable = front.usable()
         await self.first_known(lambda: usable - request.exclude)
         away = frozenset(front.backends) - self.endpoints.keys()
+        if (subset := asked.headers.get(SUBSET_HEADER)) is not None:
+            allowed = {self._workers.get(address) for address in subset.split(",")}
+            away |= front.backends.keys() - allowed
+            if not usable - away:
+                why = f"the gateway allows {subset[:200] or 'none'}, of which none can serve"
+                raise errors.NO_WORKER(why=why, retry_after_s=self.live.retry_after_s())
+        request = replace(request, exclude=request.exclude | away, tenant=tenant.name)
         return Reading(
-            replace(request, exclude=request.exclude | away),
+            replace(request, weight=tenant.weight, priority=priority, ttft_limit_s=ttft_limit_s),
             wanted.max_tokens * wanted.answers,
             wanted.streamed,
             repeatable=asked.path in self.priced or asked.path in PASSED_PATHS,
@@ -195,7 +198,8 @@ class FrontScene(KnownServers):
 
     async def lives(self, worker: str) -> bool:
         """As `Backend.lives`."""
-        return await self.front.backends[worker].lives()
+        backend = self.front.backends.get(worker)
+        return backend is not None and await backend.lives()
 
     def ended(self, flight: Flying, end: str) -> None:
         """It is over at its server (`LiveRouter.release`)."""
@@ -218,9 +222,9 @@ class FrontScene(KnownServers):
 
     # -- for Envoy ------------------------------------------------------------------------------
 
-    async def follow(self, gateway: Gateway) -> None:
-        """Have Envoy know the servers as they come and go, until cancelled."""
-        file = EndpointsFile(gateway.spec.endpoints_file)
+    async def follow(self, gateway: Gateway | None) -> None:
+        """As `keep_known`."""
+        file = EndpointsFile(gateway.spec.endpoints_file) if gateway is not None else None
         await self.keep_known(gateway, lambda: file)
 
     def take(self, endpoints: dict[str, ServerEndpoint]) -> None:

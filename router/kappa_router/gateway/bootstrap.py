@@ -46,7 +46,7 @@ from kappa_router.gateway.spec import (
 )
 
 # Never taken from a client.
-_OURS = ("x-kappa-to-", "x-gateway-", "x-envoy-")
+_OURS = ("x-kappa-to-", "x-gateway-destination-", "x-envoy-")
 # A content-length below 100 kB.
 _SMALL = {"google_re2": {}, "regex": "[0-9]{1,5}"}
 _BUFFER_BYTES = 256 << 10

@@ -16,9 +16,9 @@ from typing import Generic
 
 import structlog
 
-from kappa.protocol import ENDPOINT_HEADER, TO_ID_HEADER
+from kappa.protocol import ENDPOINT_HEADER, PASSED_PATHS, TO_ID_HEADER
 from kappa_router.api import errors
-from kappa_router.api.app import KEY_HEADERS, MESSAGES_PATHS, Door, fit_id
+from kappa_router.api.app import KEY_HEADERS, MESSAGES_PATHS, TENANT_HEADERS, Door, fit_id
 from kappa_router.api.checks import digits
 from kappa_router.api.errors import ApiError
 from kappa_router.api.metadata import DEADLINE_HEADER, decision_headers
@@ -27,12 +27,15 @@ from kappa_router.decision import NoWorkerError, OverloadedError, RouteRequest
 from kappa_router.gateway.authz import Go, Inquiry, Refuse, Verdict, refusal
 from kappa_router.gateway.flights import FULL, LATE, Aloft, Flights
 from kappa_router.gateway.scene import Asked, DeciderRule, F, Reading, Scene
-from kappa_router.gateway.spec import RETRIES_HEADER, STATUSES_HEADER, TRY_HEADER
+from kappa_router.gateway.spec import (
+    REMOVED_HEADER,
+    RETRIES_HEADER,
+    STATUSES_HEADER,
+    TRY_HEADER,
+)
 
 log = structlog.get_logger(__name__)
 
-# Envoy takes these headers off the request.
-_REMOVED_HEADER = "x-envoy-auth-headers-to-remove"
 # What a foreign server answers that is tried at another.
 _RETRIED = f"{FULL},500,502,503"
 # Names of servers in one answer; Envoy tries two.
@@ -59,9 +62,10 @@ class Decider(Generic[F]):
 
     def __init__(self, scene: Scene[F], door: Door, rule: DeciderRule) -> None:
         self._scene, self._door, self._rule, self._live = scene, door, rule, scene.live
-        self._keyed = bool(door.access.tenants.by_digest)
-        self._places = Places(rule.max_queue, shared=self._keyed)
-        self._buffers = Places(_BUFFERED_BYTES // _PART_BYTES, shared=self._keyed)
+        tenants = door.access.tenants
+        self._keyed, self._apart = bool(tenants.by_digest), tenants.apart
+        self._places = Places(rule.max_queue, shared=self._apart)
+        self._buffers = Places(_BUFFERED_BYTES // _PART_BYTES, shared=self._apart)
         self._coming: dict[str, _Coming] = {}
         self._deciding: set[str] = set()
         self.flights = Flights(scene, self._places.leave, rule)
@@ -75,10 +79,11 @@ class Decider(Generic[F]):
         tenant: Tenant | None = None
         try:
             now_s = time.monotonic()
-            bearer, api_key = map(inquiry.headers.get, KEY_HEADERS)
-            tenant = await self._door.tenant(bearer or "", api_key or "", now_s)
+            bearer, api_key, named = (inquiry.headers.get(one, "") for one in TENANT_HEADERS)
+            tenant = await self._door.tenant(bearer, api_key, now_s, named)
             if path not in self._scene.priced and path not in self._scene.passed:
-                raise errors.NO_SUCH_PATH()
+                known = path in PASSED_PATHS
+                raise errors.NOT_SERVED(path=path) if known else errors.NO_SUCH_PATH()
             if path in self._scene.priced and inquiry.method != "POST":
                 raise errors.WRONG_METHOD()
             if inquiry.body is None:
@@ -136,7 +141,7 @@ class Decider(Generic[F]):
             if not self._buffers.take((coming, part), tenant):
                 for taken in range(part):
                     self._buffers.leave((coming, taken))
-                who = f"tenant {tenant.name}" if self._keyed else "everybody"
+                who = f"tenant {tenant.name}" if self._apart else "everybody"
                 raise errors.BODIES_OUTSTANDING(limit=len(self._coming), who=who)
         self._coming[coming] = _Coming(parts, now_s + self._rule.body_s + _LATE_S)
         return Go({TO_ID_HEADER: coming, "x-request-id": request_id})
@@ -236,7 +241,7 @@ class Decider(Generic[F]):
             # Where no other is left, the answer of the one that has it is better than Envoy's own.
             upstream[RETRIES_HEADER] = "0"
         if self._keyed:  # No server needs the keys that are ours, or may log one.
-            upstream[_REMOVED_HEADER] = ",".join(KEY_HEADERS)
+            upstream[REMOVED_HEADER] = ",".join(KEY_HEADERS)
         client = {
             "x-request-id": name,
             **self._door.limits.headers(asked.tenant.name, time.monotonic()),

@@ -42,6 +42,11 @@ def test_backend_is_called_by_host_and_port_unless_named():
         ([{**A, "name": "x"}, {**B, "name": "x"}], "two backends have the name x"),
         ([{**A, "events": "a:5557"}], "no ZMQ endpoint: give tcp"),
         ([{**A, "key_env": "KAPPA_TEST_NO_SUCH"}], "the environment has no KAPPA_TEST_NO_SUCH"),
+        (
+            [{**A, "serves": ["/v1/embedding"]}],
+            "backend a:8000 serves /v1/embedding, which clients",
+        ),
+        ([{**A, "serves": ["v1/embeddings"]}], "is no path"),
         ([{**A, "profil": "x"}], "Extra inputs are not permitted"),
     ],
 )

@@ -23,7 +23,7 @@ from kappa.settings.routing import RouterSettings
 from kappa_router.api.app import Access
 from kappa_router.api.request import EndpointModel
 from kappa_router.api.start import DeciderSettings
-from kappa_router.cluster.paths import DECIDED, own_paths
+from kappa_router.cluster.paths import ASKED, own_paths
 from kappa_router.gateway.process import Gateway
 from kappa_router.gateway.spec import Bounds, GatewaySpec
 from kappa_router.live.replica_registry import ReplicaRegistry
@@ -133,7 +133,7 @@ async def clustered(renderer, monkeypatch, *nodes, access=None, bounds=None, dec
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kappa-test-")))
         spec = GatewaySpec(
-            folder, "127.0.0.1", free_port("127.0.0.1"), DECIDED, own_paths((MODEL,)),
+            folder, "127.0.0.1", free_port("127.0.0.1"), ASKED, own_paths((MODEL,)),
             bounds=bounds or Bounds(), deciders=deciders,
         )  # fmt: skip
         if deciders > 1:

@@ -59,6 +59,18 @@ async def test_messages_and_responses_are_answered_by_the_worker(cluster):
             assert refused.status_code == 400
 
 
+async def test_gateways_headers_are_read_before_a_worker_is_chosen(cluster):
+    fairness = {"x-gateway-inference-fairness-id": "somebody"}
+    async with cluster(PortedNode("a")) as here:
+        headers = {"x-slo-ttft-ms": "30000", "x-request-id": "mine", **fairness}
+        answer = await here.http.post(CHAT, json=SAID, headers=headers)
+        assert answer.status_code == 200, "without keys there is one tenant"
+        for path, body in ((CHAT, SAID), ("/v1/route", SAID)):
+            answer = await here.http.post(path, json=body, headers={"x-slo-ttft-ms": "-1"})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "x-slo-ttft-ms"
+
+
 OWN_PATHS = (
     "/v1/models", f"/v1/models/{MODEL}", "/v1/nodes", "/ready", "/metrics", "/v1/decisions",
     "/v1/tenants", "/",
@@ -76,6 +88,8 @@ async def test_own_paths_are_answered_and_others_are_refused(cluster):
             ("/v1/nowhere", {}, 404, "not_found"),
             ("/v1/chat/completions/", {}, 404, "not_found"),
             ("/health", {}, 404, "not_found"),
+            ("/v1/embeddings", {}, 404, "not_served"),
+            ("/v1/audio/transcriptions", {}, 404, "not_served"),
             (CHAT, {"model": "none"}, 404, "model_not_found"),
             (CHAT, {"kv_transfer_params": {"a": 1}}, 400, None),
             (CHAT, {"max_tokens": 1 << 20}, 400, None),

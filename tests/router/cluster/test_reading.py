@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from kappa_router.cluster.paths import DECIDED, own_paths
+from kappa.protocol import DECIDED_PATHS
+from kappa_router.cluster.paths import own_paths
 from kappa_router.cluster.reading import _APIS, taken
 from tests.router.building import refused
 
@@ -25,10 +26,10 @@ def read(path, **changes):
 
 
 def test_paths_are_those_that_can_be_read():
-    assert set(DECIDED) == set(_APIS) == set(BODIES)
+    assert set(DECIDED_PATHS) == set(_APIS) == set(BODIES)
 
 
-@pytest.mark.parametrize("path", DECIDED)
+@pytest.mark.parametrize("path", DECIDED_PATHS)
 def test_plain_body_goes_on_as_it_is(path):
     found = read(path)
     assert (found.changes.sets, found.changes.drops) == ({}, ())
@@ -49,7 +50,7 @@ def test_chat_goes_on_without_its_unknown_parts():
     assert found.changes.sets == {"messages": kept}
 
 
-@pytest.mark.parametrize("path", DECIDED)
+@pytest.mark.parametrize("path", DECIDED_PATHS)
 def test_body_with_unknown_fields_is_refused(path):
     assert refused(read, path, kv_transfer_params={"do_remote_prefill": True}).status == 400
 
@@ -62,4 +63,4 @@ def test_body_that_is_no_object_is_refused(body):
 def test_own_paths_name_models_with_slashes():
     paths = own_paths(("plain", "org/model"))
     assert "/v1/models/org/model" in paths and "/v1/models/plain" not in paths
-    assert len(set(paths)) == len(paths) and not set(paths) & set(DECIDED)
+    assert len(set(paths)) == len(paths) and not set(paths) & set(DECIDED_PATHS)

@@ -81,7 +81,7 @@ class FakeServer:
         if self.status != 200:
             return web.json_response({"error": {"message": "no"}}, status=self.status)
         await self.hold.wait()
-        data = json.loads(body) if body else {}
+        data = json.loads(body) if body.startswith(b"{") else {}
         usage = {"prompt_tokens": 100, "completion_tokens": self.tokens, "total_tokens": 104}
         if self.cached is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": self.cached}

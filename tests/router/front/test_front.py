@@ -10,7 +10,7 @@ from tests.router.front.conftest import chat, fronted, routing, served
 from tests.router.front.offering import FakeServer, serving, stream_of
 from tests.router.patience import until
 
-CHAT = "/v1/chat/completions"
+CHAT, FAIRNESS = "/v1/chat/completions", "x-gateway-inference-fairness-id"
 LONG = "a document that is long enough to be worth keeping " * 200
 
 
@@ -106,6 +106,57 @@ async def test_unpriced_path_goes_to_the_server_with_least_to_do():
         for server in servers:
             server.hold.set()
         await (await busy).read()
+
+
+async def test_gateways_headers_name_tenant_class_and_limit():
+    rules = {"objectives": {"bulk": {"priority": 5, "ttft_s": 2.0}}}
+    tenants = {"speaks_for": {"default": ["team"]}, "priorities": {"team": {"may_ask": [5]}}}
+    async with fronted(FakeServer(), router=rules, tenants=tenants) as (front, servers):
+        seen, route = [], front.live.route
+        front.live.route = lambda request, *a, **k: seen.append(request) or route(request, *a, **k)
+        team = {FAIRNESS: "team", "x-gateway-inference-objective": "bulk"}
+        for slo, limit_s in ((None, 2.0), ("750", 0.75)):
+            headers = team if slo is None else {**team, "x-slo-ttft-ms": slo}
+            assert (await front.http.post(CHAT, json=chat(), headers=headers)).status == 200
+            asked = seen[-1]
+            assert (asked.tenant, asked.priority, asked.ttft_limit_s) == ("team", 5, limit_s)
+        for headers, status, param in (
+            ({FAIRNESS: "other"}, 403, FAIRNESS),
+            ({"x-gateway-inference-objective": "bulk"}, 400, "x-gateway-inference-objective"),
+            ({**team, "x-slo-ttft-ms": "nan"}, 400, "x-slo-ttft-ms"),
+        ):
+            answer = await front.http.post(CHAT, json=chat(), headers=headers)
+            assert (answer.status, (await answer.json())["error"]["param"]) == (status, param)
+        assert len(servers[0].seen) == 2, "who was refused reached no server"
+        assert front.live.records[asked.request_id].tenant == "team"
+
+
+async def test_paths_go_to_the_servers_that_are_for_them():
+    async with serving(FakeServer(), FakeServer(model="bge-m3"), FakeServer("whisper")) as servers:
+        for_each = [], ["/v1/embeddings", "/v1/rerank"], ["/v1/audio/transcriptions"]
+        rows = [
+            {"url": one.url, "profile": "pcie", "name": name, "serves": paths}
+            for one, name, paths in zip(servers, "abc", for_each, strict=True)
+        ]
+        rows[0]["serves"] = [CHAT]
+        async with routing(*rows) as front:
+            form = aiohttp.FormData({"model": "whisper"})
+            form.add_field("file", b"RIFF" * 1000, filename="a.wav")
+            for path, body, at in (
+                ("/v1/embeddings", {"json": {"model": "bge-m3", "input": ["a", "b"]}}, 1),
+                ("/v1/rerank", {"json": {"query": "a", "documents": ["b"]}}, 1),
+                ("/v1/audio/transcriptions", {"data": form}, 2),
+                (CHAT, {"json": chat()}, 0),
+            ):
+                assert (await front.http.post(path, **body)).status == 200
+                assert servers[at].seen[-1][1] == path
+            assert sent_to(servers) == [1, 2, 1]
+            for path, body, says in (
+                ("/v1/score", {}, "No server here is for /v1/score: name it in serves"),
+                ("/v1/embeddings", {"model": "llama-3.1-8b"}, "this cluster serves bge-m3"),
+            ):
+                answer = await front.http.post(path, json=body)
+                assert answer.status == 404 and says in await answer.text()
 
 
 async def test_refusal_of_a_server_is_passed_on_unchanged():

@@ -153,6 +153,15 @@ async def test_decider_refuses_models_that_no_worker_serves():
         assert verdict.headers["x-request-id"] == "r" and idle(here)
 
 
+async def test_decider_refuses_a_foreign_fairness_header():
+    async with deciding(access=access_of()) as here:
+        fairness = {"x-gateway-inference-fairness-id": "bob"}
+        for answer in (here.ask(headers={**ALICE, **fairness}), here.admit(9, ALICE | fairness)):
+            assert code_of(await answer) == (403, "foreign_tenant")
+        assert here.door.refused["alice", "foreign_tenant"] == 2 and idle(here)
+        assert isinstance(await here.ask(headers={**BOB, **fairness}), Go), "traffic goes on"
+
+
 async def test_decider_refuses_a_request_over_its_tenants_limits():
     limits = {"alice": Allowance(2, 1000), "bob": Allowance(concurrent=1)}
     async with deciding(access=access_of(**limits)) as here:

@@ -163,7 +163,7 @@ class PacedLink(CpuMover):
 
 
 class PacedModel:
-    """A `kappa_engine.forward.ServedModel` with steps that last as long as on the emulated
+    """A `kappa_engine.step.ServedModel` with steps that last as long as on the emulated
     node."""
 
     vocab = 1 << 62
@@ -176,12 +176,13 @@ class PacedModel:
         self.mover: LinkMover = mover
         self._step = step
 
-    def compute(self, rows: Sequence[StepRow]) -> Tensor:
-        """Logits of token 0, after the seconds that the rows take.
+    def compute(self, *batches: Sequence[StepRow]) -> Tensor:
+        """Logits of token 0, after the seconds that the rows take together.
 
         Raises:
             TransferFailed: a load within the step failed.
         """
+        rows = [row for batch in batches for row in batch]
         for span in (span for row in rows for span in row.spans):
             if span.source is Source.KV_HOST:
                 content = torch.empty(span.stop - span.start, 2, dtype=_DTYPE)
