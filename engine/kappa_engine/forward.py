@@ -10,19 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from kappa.plans.cpu_offload import Division, Product
 from kappa_engine import attention, layers
 from kappa_engine.block_pool import CopyRun
-from kappa_engine.cpu_attention import CpuAttention
+from kappa_engine.cpu_attention import CpuAttention, result
 from kappa_engine.input_batch import build_step
 from kappa_engine.kv_cache import Arena
 from kappa_engine.step import DeviceStep, StepRow
 from kappa_engine.transfer import Event, LinkMover, TransferFailed
 from kappa_engine.weight_ring import WeightRing
 from kappa_engine.weights import GROUPS, Layer, Weights
+
+_PRODUCTS: dict[Product, tuple[str, ...]] = {"qkv": ("q", "kv"), "out": ("out",)}
+# Steps of the CPU's share of FC1.
+_SHARES = 16
 
 
 @dataclass(slots=True)
@@ -79,16 +86,18 @@ class Forward:
         if config.rope:
             inverse, factor = layers.frequencies(config.rope, config.head_dim)
             self._rope = inverse.to(weights.device), factor
+        self._cpu_rows: dict[str, int] = {}
         self._buffers: list[Buffer] = []
         # Buffers of passes in which a copy did not end in time.
         self._stuck: list[object] = []
 
     @torch.no_grad()
-    def compute(self, *batches: Sequence[StepRow]) -> Tensor:
+    def compute(self, *batches: Sequence[StepRow], division: Division | None = None) -> Tensor:
         """Compute rows and write their KV; logits (wanted, vocabulary), in their order.
 
         batches: the rows of each go through a layer together, one batch after the other; no row
-        needs what another batch writes.
+        needs what another batch writes. division: what the CPU computes besides attention, of
+        weights in host memory, which then do not cross.
 
         Raises:
             ValueError: a sequence is longer than the model's learned positions.
@@ -105,6 +114,7 @@ class Forward:
         running = [self._begun(rows) for rows in batches]
         turns = [(n, one) for n in range(self.config.layers) for one in running]
         try:
+            self._divide(division)
             self._reserve(
                 max(one.step.buffer_rows for one in running),
                 max(one.step.loaded_act_blocks for one in running),
@@ -123,6 +133,35 @@ class Forward:
             raise
         ends = [one.hidden[one.step.logit_rows] for one in running]
         return layers.logits(torch.cat(ends) if len(ends) > 1 else ends[0], self.weights)
+
+    def _divide(self, division: Division | None) -> None:
+        """Leave to the CPU, by the names of weights, so many of their first rows."""
+        rows: dict[str, int] = {}
+        if division is not None and self.ring.layers and self.cpu is not None:
+            one = self.weights.layers[self.ring.layers[0]]
+            rows = {n: len(getattr(one, n)) for p in division.products for n in _PRODUCTS[p]}
+            # In coarse steps: what a change adds has to cross at once.
+            if share := round(_SHARES * division.fc1_share):
+                rows["up"] = len(one.up) * share // _SHARES
+        self._cpu_rows = rows
+        self.ring.skip(rows)
+
+    def _product(self, layer: int, name: str) -> layers.Linear:
+        """How a layer's weight is multiplied by: on the device, or on the CPU in part or whole."""
+        rows, cpu = self._cpu_rows.get(name, 0), self.cpu
+        if not rows or cpu is None or not self.weights.host.has(layer):
+            return F.linear
+
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            future = cpu.product(x, getattr(self.weights.layers[layer], name)[:rows])
+            rest = []
+            if rows < len(weight):
+                self.ring.wait(layer, "mlp")
+                rest = [F.linear(x, weight[rows:])]
+            out = torch.cat([result(future).to(x.device), *rest], dim=1)
+            return out if bias is None else out + bias
+
+        return product
 
     def _begun(self, rows: Sequence[StepRow]) -> RunningStep:
         step = build_step(rows, self.arena.block_tokens, self.weights.device)
@@ -227,10 +266,12 @@ class Forward:
             self._project_acts(tensors, running, buffer)
         ring.wait(layer, "attention")
         a = layers.attention_input(running.hidden, tensors, config)
-        q = layers.project_q(a, tensors, config, running.angles)
+        product = partial(self._product, layer)
+        q = layers.project_q(a, tensors, config, running.angles, product("q"))
         first = step.first_new_row
         new = buffer.rows[first : first + 2 * step.new_tokens].view(step.new_tokens, -1)
-        layers.project_kv(a, tensors, config, running.angles, new)
+        by_cpu = product("kv") if "kv" in self._cpu_rows else None
+        layers.project_kv(a, tensors, config, running.angles, new, by_cpu)
         there = None
         if step.on_cpu is not None:
             # Let the CPU begin to attend to host memory.
@@ -255,9 +296,10 @@ class Forward:
             acts = self.arena.act_device[layer].view(-1, config.hidden)
             acts.index_copy_(0, step.to_act.target, a.index_select(0, step.to_act.source))
         attended = attention.attend(step.groups, q, pool, buffer.rows, config, there)
-        hidden = layers.project_out(running.hidden, attended, tensors, config)
-        ring.wait(layer, "mlp")
-        running.hidden = layers.feed_forward(hidden, tensors, config)
+        hidden = layers.project_out(running.hidden, attended, tensors, config, product("out"))
+        if "up" not in self._cpu_rows:
+            ring.wait(layer, "mlp")
+        running.hidden = layers.feed_forward(hidden, tensors, config, product("up"))
         buffer.free = self.mover.mark()
 
     def _project_acts(self, tensors: Layer, running: RunningStep, buffer: Buffer) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from kappa.plans.cpu_offload import Division
 from kappa.plans.hybridserve import Blocks, pack
 from kappa.plans.planners import Planning
 from kappa_engine.host_store import HostStore
@@ -81,7 +82,7 @@ class ModelRunner:
             mean_tokens = sum(crossing) * next(iter(chunks)).block_tokens // len(crossing)
             self._share = self._planning.split_share(len(crossing), mean_tokens)
         try:
-            logits = self._run(*self._mini_batches(chunks))
+            logits = self._run(*self._mini_batches(chunks), division=self._division(chunks))
             self._mover.mark().block()
         except TransferFailed:
             return self._one_by_one(chunks)
@@ -124,16 +125,26 @@ class ModelRunner:
                 self._run({sequence: Chunk(start, min(start + most, chunk.start))})
         return self._run({sequence: chunk})
 
-    def _run(self, *batches: Chunks) -> Logits:
+    def _run(self, *batches: Chunks, division: Division | None = None) -> Logits:
         rows = ([self._row(s, *chunk) for s, chunk in chunks.items()] for chunks in batches)
-        logits = self._model.compute(*rows)
+        logits = self._model.compute(*rows, division=division)
         return dict(zip((s for chunks in batches for s in chunks), logits, strict=True))
+
+    def _division(self, chunks: Chunks) -> Division | None:
+        """What the CPU computes of a step in which all requests leave it their attention and have
+        few queries (paper 002); None: no more than that."""
+        few = all(chunk.stop - chunk.start <= _FEW_QUERIES for chunk in chunks.values())
+        if not few or any(sequence.resides != "host-cpu" for sequence in chunks):
+            return None
+        tokens = sum(len(s.kept.kv) * s.block_tokens for s in chunks if s.kept is not None)
+        return self._planning.division(len(chunks), tokens // len(chunks))
 
     def _mini_batches(self, chunks: Chunks) -> list[Chunks]:
         """Mini-batches of chunks: the contexts that cross in each fit the buffers of a layer, and
         take as long to project as to load (paper 003, Section 4.3.3)."""
         most, rates = self._settings.pass_blocks, self._planning.rates
-        blocks = {s: self._crossing(s.kept) for s in chunks if s.kept is not None and s.kept.grows}
+        kept = {s: s.kept for s in chunks if s.kept is not None and s.kept.grows}
+        blocks = {s: self._crossing(one) for s, one in kept.items() if not one.cpu_tokens}
         if sum(each.act + each.kv for each in blocks.values()) <= most or rates is None:
             return [chunks]
         caps = Blocks(*(max(most, *each) for each in zip(*blocks.values(), strict=True)))

@@ -33,6 +33,7 @@ from torch import Tensor
 from kappa.model import kv_bytes_per_token
 from kappa.plans.rates import FORMAT
 from kappa_engine import layers
+from kappa_engine.cpu_attention import result
 from kappa_engine.forward import Forward
 from kappa_engine.step import HostContext, OnCpu, Pages, prompt_row
 from kappa_engine.weights import GROUPS
@@ -395,7 +396,25 @@ class _Profiler:
             link = self.link_bytes_per_s()
         threads, share = self.forward.cpu.worker.threads, alone_s / beside_s
         beside = {"threads": threads, "h2d_bytes_per_s": link, "share_while_loading": share}
-        return {"attend": {**samples, **beside}}
+        return {"attend": {**samples, **beside}, **self.products()}
+
+    def products(self) -> dict[str, Any]:
+        """Measure {"multiply": seconds of a layer by tokens, of FC1 in host memory on the CPU}, and
+        the bytes of a layer's matrices; {} where they are on the device."""
+        forward, cpu = self.forward, self.forward.cpu
+        if cpu is None or len(forward.ring.layers) < self.config.layers:
+            return {}
+        fc1s = [layer.up for layer in self.weights.layers]
+
+        def multiply(tokens: int) -> float:
+            x = torch.randn(tokens, self.config.hidden).to(self.device, self.weights.dtype)
+            return self._least_s(lambda: [result(cpu.product(x, fc1)) for fc1 in fc1s])
+
+        sizes = [1, 8, 32, 64]
+        seconds = [multiply(n) / self.config.layers for n in sizes]
+        one = self.weights.layers[0]
+        matrices = one.kv.nbytes + one.q.nbytes, one.out.nbytes, one.up.nbytes, one.down.nbytes
+        return {"multiply": {"tokens": sizes, "seconds": seconds}, "matrix_bytes": list(matrices)}
 
     def _least_s(self, action: Action) -> float:
         action()

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kappa.plans.cpu_offload import Division
 from kappa.plans.load_plan import Segment
 from kappa_engine.block_pool import BlockType, CopyRun, Ids, Place
 from kappa_engine.kv_cache import Arena
@@ -347,7 +348,7 @@ class ServedModel(Protocol):
     # Token ids are below it.
     vocab: int
 
-    def compute(self, *batches: Sequence[StepRow]) -> Tensor:
+    def compute(self, *batches: Sequence[StepRow], division: Division | None = None) -> Tensor:
         """As `kappa_engine.forward.Forward.compute`."""
         ...
 

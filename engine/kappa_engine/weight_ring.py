@@ -32,6 +32,8 @@ class _Slot:
     # The ends of its copies, by group, and of the last computation that used it.
     events: dict[Group, Event]
     free: Event
+    # The first row of each matrix that is there, or on its way.
+    first: dict[str, int]
 
 
 class WeightRing:
@@ -57,7 +59,7 @@ class WeightRing:
                 raise
         self._slots = [
             _Slot({n: torch.empty_like(t, device=weights.device) for n, t in like.items()},
-                  {}, mover.mark())
+                  {}, mover.mark(), {})
             for like in tensors[:_SLOTS]
         ]  # fmt: skip
         self.reset()
@@ -67,6 +69,17 @@ class WeightRing:
         self._free, self._next, self._frozen = deque(self._slots), 0, False
         self._held: dict[int, _Slot] = {}
         self._begun: list[tuple[int, _Slot]] = []
+        self._skipped: dict[str, int] = {}
+
+    def skip(self, rows: dict[str, int]) -> None:
+        """From now on leave out so many first rows of matrices by name, which the CPU computes;
+        what is needed now of layers that crossed without is fetched."""
+        if rows == self._skipped:
+            return
+        self._skipped = rows
+        for layer, slot in self._held.items():
+            for group in GROUPS:
+                self._copy(layer, slot, group)
 
     def fetch(self, *groups: Group) -> None:
         """Start copies of these groups: "kv", for the layers that come next, as far as slots are
@@ -76,18 +89,29 @@ class WeightRing:
                 layer, slot = self.layers[self._next], self._free.popleft()
                 self._next = (self._next + 1) % len(self.layers)
                 self._held[layer], slot.events = slot, {}
+                slot.first = {name: len(tensor) for name, tensor in slot.tensors.items()}
                 self._begun.append((layer, slot))
         for group in groups:
             for layer, slot in self._begun:
-                names = [name for name in GROUPS[group] if name in slot.tensors]
-                copies = [(slot.tensors[name], self._of(layer, name)) for name in names]
-                if copies:
-                    slot.events[group] = self._mover.h2d(copies, slot.free)
+                self._copy(layer, slot, group)
         if "kv" not in groups or len(groups) > 1:
             self._begun = []
 
+    def _copy(self, layer: int, slot: _Slot, group: Group) -> None:
+        """Start to copy what a slot lacks of a group."""
+        copies = []
+        for name in GROUPS[group]:
+            start, stop = self._skipped.get(name, 0), slot.first.get(name, 0)
+            if start < stop:
+                source = self._of(layer, name)[start:stop]
+                copies.append((slot.tensors[name][start:stop], source))
+                slot.first[name] = start
+        if copies:
+            # Behind those of before: what failed then is not forgotten.
+            slot.events[group] = self._mover.h2d(copies, slot.events.get(group, slot.free))
+
     def layer(self, index: int) -> Layer:
-        """A layer with all tensors on the device, for computation behind `wait`."""
+        """A layer for computation behind `wait`, all on the device but for the rows of `skip`."""
         slot = self._slot(index)
         layer = self._weights.layers[index]
         return layer if slot is None else replace(layer, **slot.tensors)

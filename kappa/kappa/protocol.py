@@ -73,6 +73,8 @@ TO_BODY_HEADER = "x-kappa-to-body"
 TO_DROP_HEADER = "x-kappa-to-drop"
 # The cluster's secret, set by the server on each attempt.
 TO_SECRET_HEADER = "x-kappa-to-secret"
+# The data-parallel rank of a foreign server that a request is for; `NO_RANK`: the server chooses.
+TO_RANK_HEADER, NO_RANK = "x-kappa-to-rank", "none"
 # Headers that the worker puts on its answer (JSON), as for the node that served it.
 TO_SHOW_HEADER = "x-kappa-to-show"
 # In a worker's 429 or 5xx: no byte of an answer was sent, and the request may be tried elsewhere;
@@ -343,6 +345,8 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     power_w: float = 0.0
     power_cap_w: float = 0.0
     energy_j_total: float = 0.0
+    # What the model says that they used in the same time; 0 where it knows no such GPU.
+    modelled_j_total: float = 0.0
     power_source: str = ""  # nvml, model or paced (modelled, in emulated time); empty: not known
     # Requests in the last iteration.
     waiting: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kappa.plans.cpu_offload import Division
 from kappa_engine import weights as module
 from kappa_engine.config import read_config
 from kappa_engine.kv_cache import ArenaTooLarge
@@ -16,6 +17,7 @@ from tests.engine.engines import (
     engine,
     even_rates,
     expected,
+    finish,
     generate,
     generate_in_host,
     link_of,
@@ -71,13 +73,61 @@ def test_weights_cross_once_a_step_for_all_mini_batches() -> None:
             step_until(made, handle, 2)
         made.store.drain(20)
         batches, compute, copied = [], made._model.compute, []
-        made._model.compute = lambda *rows: (batches.append(len(rows)), compute(*rows))[1]
+        made._model.compute = lambda *rows, **how: (batches.append(len(rows)), compute(*rows))[1]
         link_of(made).breaks = lambda way, copies: copied.append(copies) or False
         made.step()
         made.mover.drain()
         host = {t.data_ptr() for layer in made._model.weights.layers for t in matrices(layer)}
         crossed = [s.data_ptr() for copies in copied for _, s in copies if s.data_ptr() in host]
         assert batches[0] > 1 and sorted(crossed) == sorted(host)
+
+
+DIVISIONS = [
+    Division(("qkv", "out"), 0.0), Division(("qkv", "out"), 0.5), Division(("qkv", "out"), 1.0),
+    Division(("qkv",)), Division(()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("division", DIVISIONS, ids=str)
+@pytest.mark.parametrize("family", ["opt", "llama", "qwen3"])
+def test_every_division_between_cpu_and_device_is_exact(family: str, division: Division) -> None:
+    options = {"size": SMALL, "host": ALL, "cpu_threads": 1, "planner": "host-cpu"}
+    with engine(family, budget_tokens=24, **options) as made:
+        made.planning.division = lambda batch, context: division
+        handles = [submit(made, prompt(n, seed=n), 14) for n in (41, 7)]
+        scores, _ = run(made, *handles)
+        assert all(agrees(family, handle, scores[handle]) for handle in handles)
+
+
+@pytest.mark.parametrize("division", DIVISIONS, ids=str)
+def test_what_the_cpu_computes_does_not_cross(division: Division) -> None:
+    options = {"host": ALL, "cpu_threads": 1, "planner": "host-cpu", "budget_tokens": 40}
+    with engine("opt", **options) as made:
+        made.planning.division = lambda batch, context: division
+        asked = submit(made, prompt(33), 8)
+        step_until(made, asked, 4)
+        made.store.drain(20)
+        made.mover.drain()
+        before = made.stats().link["h2d_bytes"]
+        made.step()
+        made.mover.drain()
+        # Hidden size 64 and 96 inside, in 8 bytes, 3 layers.
+        crossed = 2 * 64 * 96 - int(division.fc1_share * 96) * 64
+        crossed += 3 * 64 * 64 * ("qkv" not in division.products)
+        crossed += 64 * 64 * ("out" not in division.products)
+        assert made.stats().link["h2d_bytes"] - before == 3 * 8 * crossed
+        finish(made)
+        assert asked.tokens[33:] == expected(asked.tokens[:33], 8, "opt")
+
+
+def test_divisions_that_change_fetch_what_is_missing() -> None:
+    options = {"host": ALL, "cpu_threads": 1, "planner": "host-cpu", "budget_tokens": 40}
+    with engine("opt", **options) as made:
+        turns = iter(range(100))
+        made.planning.division = lambda batch, context: DIVISIONS[next(turns) % 5]
+        asked = submit(made, prompt(33), 12)
+        finish(made)
+        assert asked.tokens[33:] == expected(asked.tokens[:33], 12, "opt")
 
 
 def matrices(layer):

@@ -10,6 +10,7 @@ from collections import Counter
 import msgspec
 import pytest
 
+from kappa.settings.front import BackendSettings
 from kappa_router.index.kv_event_types import CacheGroups, decode
 from kappa_router.index.prefix_hash import PrefixHasher, secret_from_seed
 from kappa_router.index.prefix_index import PrefixIndex
@@ -70,7 +71,7 @@ PRICED = {
 class Engine:
     """vLLM's cache of a model, without the model, and the index that hears its events."""
 
-    def __init__(self, groups, blocks):
+    def __init__(self, groups, blocks, index=None, worker="w", rank=None):
         from math import gcd, lcm
 
         from vllm.utils.hashing import sha256
@@ -88,11 +89,8 @@ class Engine:
             enable_kv_cache_events=True,
         )  # fmt: skip
         self.hasher = get_request_block_hasher(gcd(*sizes), sha256)
-        self.index, self.groups, self.counts = (
-            PrefixIndex(HASHER, 100_000),
-            CacheGroups(),
-            Counter(),
-        )
+        self.index, self.worker, self.rank = index or PrefixIndex(HASHER, 100_000), worker, rank
+        self.groups, self.counts = CacheGroups(), Counter()
 
     def serve(self, name, tokens):
         """Compute a prompt; returns its tokens that were found, and those that were expected."""
@@ -123,15 +121,43 @@ class Engine:
     def hear(self):
         from vllm.distributed.kv_events import KVEventBatch
 
-        sent = KVEventBatch(ts=1.0, events=self.manager.take_events())
-        for event in decode(msgspec.msgpack.encode(sent), "w", self.counts, self.groups).events:
+        sent = KVEventBatch(1.0, self.manager.take_events(), data_parallel_rank=self.rank)
+        payload = msgspec.msgpack.encode(sent)
+        for event in decode(payload, self.worker, self.counts, self.groups).events:
             self.index.handle(event)
 
     def expected(self, tokens):
         hashes = HASHER.prefix_hashes(tokens)
-        device, behind, _ = match_worker(self.index, hashes, "w", (len(tokens) - 1) // SIZE)
+        most = (len(tokens) - 1) // SIZE
+        device, behind, _ = match_worker(self.index, hashes, self.worker, most)
         assert not behind
-        return min(device, (len(tokens) - 1) // SIZE) * SIZE
+        return min(device, most) * SIZE
+
+
+def test_ranks_are_named_and_publish_as_vllm_has_it():
+    from starlette.requests import Request
+    from vllm.distributed.kv_events import ZmqEventPublisher
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+
+    http = Request({"type": "http", "headers": [(b"x-data-parallel-rank", b"2")]})
+    assert GenerateBaseServing._get_data_parallel_rank(http) == 2
+    row = {"url": "http://a", "profile": "pcie", "data_parallel_size": 3, "events": "tcp://a:5557"}
+    for made, rank in BackendSettings(**row).ranks():
+        assert made.events == (ZmqEventPublisher.offset_endpoint_port("tcp://a:5557", rank),)
+
+
+@pytest.mark.parametrize("model", ["gpt-oss", "windows-alone"])
+def test_index_expects_of_each_rank_what_that_one_finds(model):
+    index, rng = PrefixIndex(HASHER, 100_000), random.Random(0)
+    ranks = [Engine(MODELS[model](), 250, index, f"a#{rank}", rank) for rank in range(4)]
+    prompts = [[rng.randrange(1000) for _ in range(rng.randrange(100, 900))] for _ in range(6)]
+    hits = Counter()
+    for turn in range(80):
+        at, prompt = rng.randrange(4), rng.choice(prompts)
+        found, expected = ranks[at].serve(f"r{turn}", prompt + [rng.randrange(1000)] * 20)
+        assert found == expected
+        hits[at] += found > 0
+    assert len(hits) == 4 and min(hits.values()) > 3, "each rank found some of what it had"
 
 
 @pytest.mark.parametrize("model", MODELS)

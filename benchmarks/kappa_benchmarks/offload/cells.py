@@ -171,9 +171,10 @@ def _on_cpu(name: str, link_bytes_per_s: float) -> Setting:
     return Setting(name, groups, link_bytes_per_s)
 
 
-def _weights(name: str, link_bytes_per_s: float, cell: DecodeCell) -> Setting:
-    """Papers 000 and 003 with all weights in host memory."""
-    return Setting(name, (Group("opt-small", (cell,), weights=1.0),), link_bytes_per_s)
+def _weights(name: str, link_bytes_per_s: float, cell: DecodeCell, cpu_threads: int = 0) -> Setting:
+    """Papers 000, 002 and 003 with all weights in host memory."""
+    group = Group("opt-small", (cell,), cpu_threads, weights=1.0)
+    return Setting(name, (group,), link_bytes_per_s)
 
 
 def _sparse(name: str, link_bytes_per_s: float) -> Setting:
@@ -223,10 +224,11 @@ SETTINGS: dict[str, Setting] = {
     one.name: one
     for one in (
         _weights("weights-kvpr", 200e6, DecodeCell(
-            8, 256, 17, ("host-weights", "host-kvpr", "share-50", "share-100"))),
-        _weights("weights-hybrid", 600e6, DecodeCell(
-            24, 128, 33, ("host-weights", "host-hybrid", "hybrid-paper", "hybrid-50", "hybrid-100"),
-            held=8)),
+            8, 512, 9, ("host-weights", "host-kvpr", "share-50"))),
+        _weights("weights-hybrid", 400e6, DecodeCell(
+            24, 128, 17, ("host-weights", "host-hybrid", "hybrid-50", "hybrid-100"), held=8)),
+        _weights("weights-cpu", 100e6, DecodeCell(2, 128, 9, ("host-weights", "host-cpu")),
+                 cpu_threads=1),
         _plans("cpu-small", 0.0), _plans("cpu-paced", 80e6, short=True),
         _plans("cpu-paced-fast", 600e6), _on_cpu("cpu-offload-small", 0.0),
         _on_cpu("cpu-offload-paced", 600e6), _sparse("clo-cpu", 0.0),

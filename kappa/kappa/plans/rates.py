@@ -168,6 +168,10 @@ class PlanRates:
     # In which the weights that lie in host memory cross the link, at every step; it is beside
     # `step` and the grids, whose seconds are those of computing alone.
     weights_s: float = 0.0
+    # Seconds of the CPU, over all layers, for FC1 of n tokens; None where it is not measured.
+    multiply: LineFit | None = None
+    # Of one layer's matrices that cross: queries, keys and values; output; FC1; FC2.
+    matrix_bytes: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 1.0)
 
     def __post_init__(self) -> None:
         for fit in (self.load, self.project, self.attend):
@@ -259,6 +263,9 @@ class PlanRates:
             self,
             load=self.load.scaled(1.0 / self.h2d_attending),
             attend=None if attend is None else attend.scaled(1.0 / self.attend_loading),
+            multiply=(
+                None if self.multiply is None else self.multiply.scaled(1.0 / self.attend_loading)
+            ),
             weights_s=self.weights_s / self.h2d_attending,
             h2d_attending=1.0,
             attend_loading=1.0,

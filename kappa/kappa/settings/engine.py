@@ -161,6 +161,7 @@ EngineKind = Literal["vllm", "torch", "emulated"]
 PlannerName = Literal[
     "auto", "kv", "kvpr", "hybrid", "recompute", "cpu", "tail", "host-auto", "host-kv",
     "host-kvpr", "host-hybrid", "host-weights",
+    "host-cpu",
 ]  # fmt: skip
 
 HostTierName = Literal["auto", "own", "native", "lmcache", "stock"]
@@ -362,12 +363,14 @@ class EngineSettings(Section):
             )
         if self.cpu_threads and (not torch or host == 0):
             yield "cpu_threads needs kind torch and host_bytes above zero"
-        if planner == "host-weights" and self.weights.place != "host":
-            yield "planner host-weights needs weights.place host: it is host-kv with weights there"
+        if planner in ("host-weights", "host-cpu") and self.weights.place != "host":
+            yield f"planner {planner} needs weights.place host, or use host-kv"
+        if planner == "host-cpu" and not self.cpu_threads:
+            yield "planner host-cpu needs cpu_threads above zero: who else would attend"
         if planner.startswith("host-") and host == 0:
             yield f"planner {planner} needs host_bytes above zero: it keeps KV there"
         share = self.act_share
-        kv_alone = dict.fromkeys(("host-kv", "host-weights"), share > 0)
+        kv_alone = dict.fromkeys(("host-kv", "host-weights", "host-cpu"), share > 0)
         if {**kv_alone, "host-kvpr": 0 < share < 1}.get(planner):
             yield (f"act_share is {share} with planner {planner}: leave it out, since host-kv "
                    "stores no activations and host-kvpr those of every block")  # fmt: skip

@@ -60,7 +60,14 @@ class BackendSettings(Section):
     events: tuple[str, ...] = Field(
         (),
         description="where it publishes KV events, tcp://HOST:PORT (vLLM: endpoint tcp://*:PORT); "
-        "a list if its data-parallel ranks do so at ports of their own",
+        "of several ranks the first one's, whose port plus the rank is each other's, or a list",
+    )
+    data_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="its data-parallel ranks behind one port (vLLM): each counts as a server, and "
+        "is named to it by the header x-data-parallel-rank",
     )
     serves: tuple[PassedPath, ...] = Field(
         (), description="paths that it is for, as /v1/embeddings; default: all that go to servers"
@@ -86,6 +93,35 @@ class BackendSettings(Section):
             if not endpoint.startswith(("tcp://", "ipc://")):
                 raise ValueError(f"{endpoint!r} is no ZMQ endpoint: give tcp://HOST:PORT")
         return value
+
+    @model_validator(mode="after")
+    def _of_every_rank(self) -> BackendSettings:
+        size, given = self.data_parallel_size, self.events
+        if size == 1 or not given or len(given) == size:
+            return self
+        port = given[0].rpartition(":")[2]
+        if len(given) > 1 or not port.isdecimal() or int(port) + size > 1 << 16:
+            raise ValueError(
+                f"events: give one endpoint for each of the {size} ranks, or the first rank's, as "
+                "tcp://HOST:PORT, whose port plus the rank is that of each other"
+            )
+        return self
+
+    def ranks(self) -> list[tuple[BackendSettings, int | None]]:
+        """Each data-parallel rank as a server of its own, and its number; itself and None if it has
+        no more than one. Ranks have a # in their names, which no backend's has."""
+        if self.data_parallel_size == 1:
+            return [(self, None)]
+        host, _, port = self.events[0].rpartition(":") if self.events else ("", "", "0")
+        made: list[tuple[BackendSettings, int | None]] = []
+        for rank in range(self.data_parallel_size):
+            one = self.events[rank : rank + 1]
+            if len(self.events) == 1:
+                # As vLLM numbers them.
+                one = (f"{host}:{int(port) + rank}",)
+            name = f"{self.worker}#{rank}"
+            made.append((self.model_copy(update={"name": name, "events": one}), rank))
+        return made
 
     @field_validator("key_env")
     @classmethod
@@ -131,7 +167,7 @@ class ListenSettings(HttpSettings):
     )
 
 
-class PoolSettings(Section):
+class InferencePoolSettings(Section):
     """An InferencePool, from which the servers are taken instead of `backends`."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[a-z0-9.-]+$")] = Field(
@@ -157,7 +193,9 @@ class PickerSettings(Section):
     our own; `http` is then the address of our own paths."""
 
     port: int = Field(9002, ge=0, le=65535, description="of gRPC, at http.host; 0: any free one")
-    pool: PoolSettings | None = Field(None, description="none: the servers are those of backends")
+    pool: InferencePoolSettings | None = Field(
+        None, description="none: the servers are those of backends"
+    )
 
 
 class FrontSettings(Section):
@@ -260,6 +298,11 @@ class FrontSettings(Section):
                 raise ValueError(
                     f"backends: {one.url} has TLS, a path or a key; before it stands the gateway "
                     "(epp): give http://HOST:PORT, and configure the rest there"
+                )
+            if one.data_parallel_size > 1:
+                raise ValueError(
+                    f"backends: a gateway (epp) cannot name a rank of {one.url}: give each rank a "
+                    "port (vLLM: --data-parallel-external-lb) and list it as a server"
                 )
         if "://" in self.present or self.http.decider_away != "refuse":
             raise ValueError(

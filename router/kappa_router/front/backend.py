@@ -74,6 +74,8 @@ class Backend:
         """changed: called when its announcement is another; says why it cannot be used, if so.
         block_tokens: of all servers that the router knows. turned: called when it becomes usable,
         or ceases to be."""
+        # Of its data-parallel ranks this one alone.
+        self.rank: int | None = None
         self.settings, self._probe, self._http, self._changed = settings, probe, http, changed
         self._block_tokens, self._turned = block_tokens, turned
         self.worker = settings.worker
@@ -159,7 +161,8 @@ class Backend:
             with contextlib.suppress(aiohttp.ClientError, ValueError):
                 status, body = await self._get("/metrics")
                 self._has_metrics = status == 200
-                self.load = load_in(body.decode(errors="replace")) if status == 200 else before
+                if status == 200:
+                    self.load = load_in(body.decode(errors="replace"), self.rank)
         was = self.usable
         self._failures, self.connected = 0, True
         self._announce()
@@ -232,6 +235,9 @@ class Backend:
                 _, number, payload = await feed.receive()
                 seq = int.from_bytes(number, "big")
                 rank, events = await feed.batch(payload, self.events)
+                if self.rank not in (None, rank):
+                    self._heard_of(rank)
+                    continue
                 cursor = cursors[rank]
                 if seq != cursor.expected:
                     self._heard([WorkerReset(self.worker, rank)])
@@ -261,6 +267,15 @@ class Backend:
             self.sent = None
             self._listener.blocks([WorkerReset(self.worker)])
         self._listener.blocks(fit)
+
+    def _heard_of(self, rank: int) -> None:
+        """Events of another rank than this are left out."""
+        if not self.events["other_rank"]:
+            log.error(
+                "backend_events_of_another_rank", url=self.settings.url, rank=self.rank, came=rank,
+                events=self.settings.events, remedy="list endpoints in the order of ranks",
+            )  # fmt: skip
+        self.events["other_rank"] += 1
 
     def answered(self) -> None:
         """It answered a prompt: a server that publishes events has announced some by now."""

@@ -53,6 +53,7 @@ _LINE = re.compile(
 )
 _KIND = re.compile("|".join(_KINDS))
 _LABEL = re.compile(r'(block_size|page_size|num_gpu_blocks|num_pages)="(\d+)"')
+_ENGINE = re.compile(r'[{,]engine="(\d+)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +120,14 @@ def _model(card: Mapping[str, Any]) -> ModelFacts:
     )
 
 
-def load_in(exposition: str) -> LoadFacts:
-    """The load that a `/metrics` answer tells; counts of several engines are added up."""
+def load_in(exposition: str, rank: int | None = None) -> LoadFacts:
+    """The load that a `/metrics` answer tells; counts of several engines are added up, or only
+    those of one data-parallel rank, where lines name it."""
     sums = dict.fromkeys(_NAMES.values(), 0.0)
     for name, labels, text in _LINE.findall(exposition):
+        engine = _ENGINE.search(labels) if rank is not None else None
+        if engine is not None and int(engine[1]) != rank:
+            continue
         if name in _INFO:
             sizes = {label: int(value) for label, value in _LABEL.findall(labels)}
             sums["blocks"] += sizes.get("num_gpu_blocks", sizes.get("num_pages", 0))

@@ -59,6 +59,7 @@ _DECIDED = _COMMON.union(PROMPT_FIELDS, TOKENIZED_FIELDS)
 _DEPLOYMENT = "front"
 _KEEPALIVE_S = 4.0
 _LEFT = "it left the pool"
+NO_RANKS: Mapping[str, int | None] = {}
 # Prompts that servers tokenize for us.
 _TOKENIZED_AT_ONCE = 8
 
@@ -144,7 +145,8 @@ class Front:
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
-        self.have({one.worker: one for one in settings.backends})
+        ranks = [each for backend in settings.backends for each in backend.ranks()]
+        self.have({one.worker: one for one, _ in ranks}, {one.worker: n for one, n in ranks})
         return self
 
     def run(self, name: str, worker: str, task: Callable[[], Awaitable[None]]) -> None:
@@ -164,9 +166,11 @@ class Front:
 
     # -- servers ------------------------------------------------------------------------------
 
-    def have(self, wanted: Mapping[str, BackendSettings]) -> None:
-        """The servers from now on, by name. One that is not among them any more gets no request,
-        and is forgotten when it has none."""
+    def have(
+        self, wanted: Mapping[str, BackendSettings], ranks: Mapping[str, int | None] = NO_RANKS
+    ) -> None:
+        """The servers from now on, by name, and of each that is a data-parallel rank its number.
+        One that is not among them any more gets no request, and is forgotten when it has none."""
         for name in self.backends.keys() - wanted.keys():
             backend = self.backends[name]
             for task in self._tasks.pop(name, ()):
@@ -184,6 +188,7 @@ class Front:
                 one, self.settings.probe, self._http, self._changed, self._block_tokens,
                 self.changed.set,
             )  # fmt: skip
+            backend.rank = ranks.get(name)
             self.backends[name] = backend
             self.run("probe", name, backend.watch)
             for endpoint in one.events:

@@ -29,7 +29,7 @@ from kappa_router.front.inference_pool import InferencePool, KubernetesApi
 from kappa_router.front.scene import FrontScene
 from kappa_router.gateway.decider import Decider
 from kappa_router.gateway.hosting import UNHEARD_S, faced, hosted, running
-from kappa_router.gateway.process import Gateway, spec_of
+from kappa_router.gateway.process import Gateway, check_pair, spec_of
 from kappa_router.gateway.scene import DeciderRule
 from kappa_router.gateway.spec import GatewaySpec
 
@@ -89,7 +89,8 @@ async def opened(settings: FrontSettings) -> AsyncIterator[FrontGateway]:
 
 @contextlib.asynccontextmanager
 async def picking(settings: FrontSettings) -> AsyncIterator[FrontGateway]:
-    """As `opened`, but behind somebody else's gateway, whose picker it is. Raises OSError."""
+    """As `opened`, but behind somebody else's gateway, for which it picks servers. Raises OSError,
+    and EnvoyError for a bad certificate."""
     from kappa_router.gateway.picker import Picker
 
     assert settings.epp is not None
@@ -107,6 +108,8 @@ async def picking(settings: FrontSettings) -> AsyncIterator[FrontGateway]:
             decider.decide, decider.flights, lambda: front.live.choosable > 0, spec.bounds,
             2 * settings.router.max_queue,
         )  # fmt: skip
+        if spec.tls is not None:
+            check_pair(spec.tls)
         await picker.start(spec.host, settings.epp.port, spec.tls)
         stack.push_async_callback(picker.stop)
         family = socket.AF_INET6 if ":" in spec.host else socket.AF_INET

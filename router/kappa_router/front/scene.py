@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import structlog
 
-from kappa.protocol import DECIDED_PATHS, PASSED_PATHS, Admission
+from kappa.protocol import DECIDED_PATHS, NO_RANK, PASSED_PATHS, TO_RANK_HEADER, Admission
 from kappa_router.api import errors
 from kappa_router.api.errors import ApiError
 from kappa_router.api.metadata import SESSION_HEADER
@@ -63,6 +63,7 @@ class FrontScene(KnownServers):
         self.priced = frozenset(DECIDED_PATHS)
         self.passed = frozenset({*PASSED_PATHS, *front.settings.passed}) - self.priced
         self._workers: dict[str, str] = {}
+        self._ranked = any(one.rank is not None for one in front.backends.values())
         self._faults: set[str] = set()
         self._warned = False
 
@@ -126,11 +127,18 @@ class FrontScene(KnownServers):
         """Those that are usable; none if a balancer chooses."""
         if flight.via:
             return ()
-        return self.by_price(self.front.usable(), flight.decision, request)
+        # Ranks have one address, and fail together.
+        first = {self.address(flight.decision.worker): ""}
+        for one in self.by_price(self.front.usable(), flight.decision, request):
+            first.setdefault(self.address(one), one)
+        return [one for one in first.values() if one]
 
     def headers(self, flight: Flying) -> Mapping[str, str]:
-        """None: servers know nothing of us."""
-        return {}
+        """The rank that it is for, where some server has several; servers know nothing else."""
+        if not self._ranked or flight.via:
+            return {}
+        rank = flight.backend.rank
+        return {TO_RANK_HEADER: NO_RANK if rank is None else str(rank)}
 
     def arrived(self, flight: Flying, request: RouteRequest, at: str) -> None:
         """It is at that server; behind the present balancer at the one that the answer names."""
@@ -155,11 +163,17 @@ class FrontScene(KnownServers):
             )  # fmt: skip
         return ""
 
+    def _same(self, *names: str) -> bool:
+        """Whether these are one server, or ranks of it."""
+        backends = self.front.backends
+        places = {backends[one].settings.url if one in backends else one for one in names}
+        return len(places) == 1
+
     def _moved(self, flight: Flying, request: RouteRequest, worker: str) -> None:
         """It is at another server than was thought. One that is not known to live is not followed:
         the guess stands."""
-        if worker == flight.decision.worker:
-            return
+        if self._same(worker, flight.decision.worker):
+            return  # Which of a server's ranks has it is not told.
         with contextlib.suppress(NoWorkerError):
             flight.decision = self.live.moved(request, worker)
             flight.forget()
@@ -229,7 +243,7 @@ class FrontScene(KnownServers):
 
     def take(self, endpoints: dict[str, ServerEndpoint]) -> None:
         """Envoy knows these."""
-        self._workers = {one.address: name for name, one in endpoints.items()}
+        self._workers = {one.address: name for name, one in reversed(endpoints.items())}
         super().take(endpoints)
 
     async def _found(self) -> list[ServerEndpoint]:
@@ -249,8 +263,11 @@ class FrontScene(KnownServers):
             except OSError as error:
                 faults.add(str(error))
                 continue
-            faults.update(shared_addresses([*found.values(), made]))
-            found.setdefault(made.address, replace(made, open=usable))
+            first = next((one for one in found.values() if one.address == made.address), made)
+            if first is made or self._same(first.worker, name):
+                found[name] = replace(made, open=usable)
+            else:
+                faults.update(shared_addresses((first, made)))
         for fault in sorted(faults - self._faults):
             log.error("backend_not_used", why=fault)
         self._faults = faults

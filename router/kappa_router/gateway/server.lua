@@ -24,6 +24,14 @@ function envoy_on_request(handle)
     headers:add("authorization", "Bearer " .. key)
   end
   headers:replace(":path", (headers:get("x-kappa-to-prefix") or "") .. client["path"])
+  -- The rank stays for the next attempt, of which the decider says another.
+  local rank = headers:get("x-kappa-to-rank")
+  if rank ~= nil then
+    headers:remove("x-data-parallel-rank")
+    if rank ~= "none" then
+      headers:add("x-data-parallel-rank", rank)
+    end
+  end
   headers:remove("x-kappa-to-key")
   headers:remove("x-kappa-to-prefix")
 end

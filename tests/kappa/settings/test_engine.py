@@ -92,6 +92,8 @@ DISK = {"disk_dir": "/data", "disk_bytes": 1 << 30}
         ({"weights": {"place": "host"}}, "weights.place host needs kind torch, and this is vllm"),
         ({"weights": {"place": "host"}, "approx": "ask", **TORCH}, "give approx never"),
         ({"planner": "host-weights", **TORCH}, "host-weights needs weights.place host"),
+        ({"planner": "host-cpu", **TORCH}, "host-cpu needs weights.place host"),
+        ({"planner": "host-cpu", "weights": {"place": "host"}, **TORCH}, "cpu_threads above zero"),
         ({"cpu_threads": 1}, "cpu_threads needs kind torch"),
         ({"cpu_threads": 1, "host_bytes": 0, **TORCH}, "host_bytes above zero"),
         ({"cpu_threads": -1, **TORCH}, "engine.cpu_threads"),

@@ -46,6 +46,13 @@ def test_backend_is_called_by_host_and_port_unless_named():
             [{**A, "serves": ["/v1/embedding"]}],
             "backend a:8000 serves /v1/embedding, which clients",
         ),
+        ([{**A, "data_parallel_size": 0}], "greater than or equal to 1"),
+        (
+            [{**A, "data_parallel_size": 4, "events": ["tcp://a:1", "tcp://a:2"]}],
+            "one endpoint for each of the 4 ranks",
+        ),
+        ([{**A, "data_parallel_size": 2, "events": "ipc://a"}], "for each of the 2 ranks"),
+        ([{**A, "data_parallel_size": 2, "events": "tcp://a:65535"}], "for each of the 2 ranks"),
         ([{**A, "serves": ["v1/embeddings"]}], "is no path"),
         ([{**A, "profil": "x"}], "Extra inputs are not permitted"),
     ],
@@ -53,6 +60,21 @@ def test_backend_is_called_by_host_and_port_unless_named():
 def test_each_fault_is_named(backends, why):
     with pytest.raises(SettingsError, match=why):
         load(*backends)
+
+
+def test_each_rank_publishes_at_a_port_of_its_own():
+    (one,) = load({**A, "name": "a", "data_parallel_size": 3, "events": "tcp://a:5557"}).backends
+    assert [(made.worker, made.events, rank) for made, rank in one.ranks()] == [
+        ("a#0", ("tcp://a:5557",), 0), ("a#1", ("tcp://a:5558",), 1), ("a#2", ("tcp://a:5559",), 2),
+    ]  # fmt: skip
+    both = {**A, "data_parallel_size": 2, "events": ["tcp://x:1", "ipc://y"]}
+    assert [made.events for made, _ in load(both).backends[0].ranks()] == [
+        ("tcp://x:1",),
+        ("ipc://y",),
+    ]
+    assert [made.events for made, _ in load({**both, "events": ()}).backends[0].ranks()] == [(), ()]
+    (single,) = load(A).backends
+    assert single.ranks() == [(single, None)]
 
 
 def test_a_section_that_is_given_keeps_its_other_defaults():

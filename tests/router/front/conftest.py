@@ -31,8 +31,9 @@ async def routing(*servers, ready=True, **sections):
     async with _opened(settings) as here:
         front = here.front
         if ready:
-            await until(lambda: front.live.choosable == len(backends))
-            known = len(backends) + bool(front.rollout.balancer)
+            count = len(front.backends)  # Ranks count as servers.
+            await until(lambda: front.live.choosable == count)
+            known = count + bool(front.rollout.balancer)
             await until(lambda: len(here.scene.endpoints) == known)
         async with aiohttp.ClientSession(here.url) as http:
             settled = partial(until, lambda: not front.live.router.flights)

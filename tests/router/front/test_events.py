@@ -92,6 +92,72 @@ async def test_blocks_that_a_server_announces_are_expected_there():
         assert (await held(it.http))["a"] == 0
 
 
+RANK = "x-data-parallel-rank"
+
+
+@asynccontextmanager
+async def ranked(size=2, **sections):
+    """A front over a server of several ranks and one of a single rank; `ask` sends a prompt and
+    gives the ranks that the servers were told."""
+    publishers = [Publisher() for _ in range(size)]
+    try:
+        async with serving(FakeServer(), FakeServer()) as servers:
+            rows = [
+                {"url": servers[0].url, "profile": "pcie", "name": "a", "data_parallel_size": size,
+                 "events": [one.endpoint for one in publishers]},
+                {"url": servers[1].url, "profile": "pcie", "name": "b"},
+            ]  # fmt: skip
+            async with routing(*rows, **sections) as front:
+                front.publishers, front.servers = publishers, servers
+
+                async def ask(text=TEXT, **headers):
+                    before = [len(server.seen) for server in servers]
+                    async with front.http.post(PATH, json=body(text), headers=headers) as answer:
+                        assert answer.status == 200, await answer.text()
+                        await answer.read()
+                    await front.settled()
+                    return [
+                        [told.get(RANK) for _, path, told, _ in server.seen[at:] if path == PATH]
+                        for server, at in zip(servers, before, strict=True)
+                    ]
+
+                yield front, ask
+    finally:
+        for one in publishers:
+            one.socket.close()
+
+
+async def test_request_goes_to_the_rank_that_holds_its_prompt():
+    async with ranked() as (it, ask):
+        tokens = list(TEXT.encode())
+        event = stored(list(range(1, len(tokens) // 16 + 1)), size=16, token_ids=tokens)
+        async with asyncio.timeout(PATIENCE_S):
+            while not (await held(it.http))["a#1"]:
+                await it.publishers[1].send([event], rank=1)
+        assert await held(it.http) == {"a#0": 0, "a#1": 112, "b": 0}
+        assert await ask(**{RANK: "7"}) == [["1"], []], "a client names no rank"
+        assert next(reversed(it.live.records.values())).decision.worker == "a#1"
+        # What a rank is said to hold at another's port is left out.
+        strange = it.front.backends["a#0"].events
+        async with asyncio.timeout(PATIENCE_S):
+            while not strange["other_rank"]:
+                await it.publishers[0].send([event], rank=1)
+                await asyncio.sleep(0.01)
+        assert (await held(it.http))["a#0"] == 0
+
+
+async def test_server_of_one_rank_is_told_none_even_after_another():
+    async with ranked() as (it, ask):
+        a, _ = it.servers
+        told = [await ask(f"{letter}" * 400) for letter in "abcdefgh"]
+        ranks = [rank for one in told for rank in one[0]]
+        assert set(ranks) <= {"0", "1"} and [None] in [one[1] for one in told]
+        a.status = 503
+        for text in ("xyz", "uvw", "rst"):
+            at_a, at_b = await ask(text * 100)
+            assert at_b == [None] and len(at_a) <= 1, "ranks of one server fail together"
+
+
 async def test_server_holds_what_was_sent_until_its_events_come():
     async with two_servers() as it:
         for server in it.servers:

@@ -66,6 +66,10 @@ def test_engines_of_one_server_add_up():
     second = VLLM.replace('engine="0"', 'engine="1"')
     both = load_in(VLLM + second)
     assert (both.device_tokens, both.running, both.steps) == (3200, 6, 24)
+    second = second.replace("running{", 'running{a="x",').replace(" 3.0", " 5.0")
+    assert load_in(VLLM + second, 0) == load_in(VLLM)
+    assert load_in(VLLM + second, 1).running == 5
+    assert load_in(SGLANG, 1) == load_in(SGLANG), "lines that name no rank are of all"
 
 
 @pytest.mark.parametrize(

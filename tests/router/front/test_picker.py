@@ -4,6 +4,7 @@ otherwise."""
 
 import asyncio
 import json
+import ssl
 
 import aiohttp
 import grpc
@@ -11,10 +12,13 @@ import pytest
 
 from kappa.settings.front import load_front_settings
 from kappa_benchmarks.serving.gateway import DESTINATION
+from kappa_router.front.gateway import picking
 from kappa_router.gateway.ext_proc import SERVED, SERVICE
+from kappa_router.gateway.process import EnvoyError
 from tests.router.front.conftest import chat
 from tests.router.front.gie import BODY, before, headers_of, health, metadata
 from tests.router.front.offering import FakeServer, stream_of
+from tests.router.gateway.certificates import pair
 from tests.router.patience import until
 
 TOKEN = b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
@@ -321,6 +325,34 @@ async def test_picker_drains_after_its_watch_was_cancelled():
         await picker.here.gateway.died()
 
 
+async def test_certificate_is_shown_at_both_ports(tmp_path):
+    tls = pair(tmp_path)
+    settings = load_front_settings(
+        None, backends=[{"url": "http://127.0.0.1:9", "profile": "h100-pcie5"}], epp={"port": 0},
+        http={"port": 0, "tls": {"cert": str(tls.cert), "key": str(tls.key)}},
+    )  # fmt: skip
+    trusted = grpc.ssl_channel_credentials(tls.cert.read_bytes())
+    async with picking(settings) as here:
+        at = f"localhost:{here.gateway.port}"
+        async with grpc.aio.secure_channel(at, trusted) as channel:
+            assert await health(channel, "liveness") == 1
+        context = ssl.create_default_context(cafile=str(tls.cert))
+        async with aiohttp.ClientSession() as http:
+            assert (await http.get(f"{here.url}/health", ssl=context)).status == 200
+
+
+async def test_certificate_that_is_none_is_named(tmp_path):
+    tls = pair(tmp_path)
+    tls.cert.write_text("no certificate")
+    settings = load_front_settings(
+        None, backends=[{"url": "http://127.0.0.1:9", "profile": "h100-pcie5"}], epp={"port": 0},
+        http={"port": 0, "tls": {"cert": str(tls.cert), "key": str(tls.key)}},
+    )  # fmt: skip
+    with pytest.raises(EnvoyError, match=r"http\.tls"):
+        async with picking(settings):
+            pass
+
+
 async def test_port_that_is_taken_is_named():
     async with before(FakeServer()) as picker:
         with pytest.raises(OSError, match=r"cannot listen on .*epp\.port"):
@@ -333,6 +365,10 @@ async def test_port_that_is_taken_is_named():
     [
         ({"backends": [{"url": "https://a:1", "profile": "h100-pcie5"}]}, "has TLS"),
         ({"backends": [{"url": "http://a:1/x", "profile": "h100-pcie5"}]}, "a path"),
+        (
+            {"backends": [{"url": "http://a:1", "profile": "h100-pcie5", "data_parallel_size": 2}]},
+            "give each rank a port",
+        ),
         ({"http": {"decider_away": "least_request"}}, "failureMode"),
         ({"present": "http://b:1"}, "no balancer"),
     ],

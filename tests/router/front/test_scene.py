@@ -29,8 +29,8 @@ class TakingGateway:
 
 def backend(url, **changes):
     settings = SimpleNamespace(worker=url.rpartition("/")[2], url=url, key=None)
-    made = {"settings": settings, "known": object(), "refused": "", "usable": True, **changes}
-    return SimpleNamespace(**made)
+    made = {"settings": settings, "known": object(), "refused": "", "usable": True}
+    return SimpleNamespace(**{"rank": None, **made, **changes})
 
 
 @asynccontextmanager

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kappa.cost import transfer_s
 from kappa.model import ModelShape
+from kappa.plans.cpu_offload import Division
 from kappa_engine.kv_cache import Arena, ArenaSize
 from kappa_engine.llm_engine import Engine
 from kappa_engine.settings import EngineOptions
@@ -176,7 +177,7 @@ class PacedModel:
         self.mover: LinkMover = mover
         self._step = step
 
-    def compute(self, *batches: Sequence[StepRow]) -> Tensor:
+    def compute(self, *batches: Sequence[StepRow], division: Division | None = None) -> Tensor:
         """Logits of token 0, after the seconds that the rows take together.
 
         Raises:
