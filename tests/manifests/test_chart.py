@@ -26,12 +26,17 @@ ALL = {
     "nodeSelector": {"kubernetes.io/arch": "amd64"}, "tolerations": [{"operator": "Exists"}],
 }  # fmt: skip
 
+PICKER = {
+    "config": {"epp": {"port": 9002, "pool": {"name": "models/chat"}}, "access": OPEN["access"]}
+}
+
 
 def rendered(values):
+    """By kind, of which there is one each."""
     with helm.Chart.load(CHART) as chart:
         texts = chart.render(values, name="front", namespace="llm")
-    documents = [yaml.safe_load(text) for name, text in texts.items() if name.endswith(".yaml")]
-    return {document["kind"]: document for document in documents if document}
+    files = [yaml.safe_load_all(text) for name, text in texts.items() if name.endswith(".yaml")]
+    return {document["kind"]: document for file in files for document in file if document}
 
 
 @pytest.fixture(params=[{"config": OPEN}, ALL], ids=["least", "all"])
@@ -94,6 +99,27 @@ def test_pod_is_not_root_and_writes_to_tmp_only(values):
         mount["mountPath"] for mount in container["volumeMounts"] if "readOnly" not in mount
     }
     assert writable == {"/tmp"}
+
+
+def test_picker_of_a_gateway_may_follow_its_pool_and_no_more(tmp_path):
+    found = rendered(PICKER)
+    assert [fault for document in found.values() for fault in _built_in(document)] == []
+    path = tmp_path / "route.yaml"
+    path.write_text(found["ConfigMap"]["data"]["route.yaml"])
+    assert load_front_settings(path).epp.pool.name == "models/chat"
+    pod = found["Deployment"]["spec"]["template"]["spec"]
+    account = found["ServiceAccount"]["metadata"]
+    assert pod["serviceAccountName"] == account["name"] and account["namespace"] == "llm"
+    for kind in ("Role", "ClusterRole"):
+        rules = found[kind]["rules"]
+        assert {verb for rule in rules for verb in rule["verbs"]} <= {"get", "list", "watch"}
+        bound = found[f"{kind}Binding"]
+        assert bound["roleRef"]["name"] == found[kind]["metadata"]["name"]
+        assert bound["subjects"][0]["name"] == account["name"]
+    assert found["Role"]["metadata"]["namespace"] == "models"
+    ports = {port["name"]: port["containerPort"] for port in pod["containers"][0]["ports"]}
+    assert ports == {"http": 8000, "epp": 9002}
+    assert found["Service"]["spec"]["ports"][1]["targetPort"] == "epp"
 
 
 def test_servers_are_scaled_on_a_metric_that_exists():
