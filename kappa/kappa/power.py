@@ -158,6 +158,44 @@ def unnoticed_cap(
     return cap_w, (reached - 1.0) * slowed_s / (queue_s + worked_s) if slowed_s > 0 else 0.0
 
 
+IDLE_SHARE = _SXM700.idle_w / _SXM700.cap_w
+"""Of the cap of a node that only its watts describe: as an H100's."""
+
+
+def capped(node: NodeProfile, full_w: float, cap_w: float) -> NodeProfile:
+    """The node as a cap of `cap_w` in place of `full_w` watts would leave it, emulated by a law of
+    frequency: what computes goes with the clock, watts above idle with its `CLOCK_EXPONENT`th
+    power, and links and memories keep their rates. `reference` says so.
+
+    A GPU that draws less than its cap is not slowed at all, so this takes too much from one that
+    mostly waits.
+
+    Raises:
+        ValueError: the cap is not above idle, or the node's steps last by a table of real GPUs.
+    """
+    idle_w = IDLE_SHARE * full_w
+    if cap_w <= idle_w:
+        raise ValueError(
+            f"a cap of {cap_w:g} W is not above the {idle_w:.0f} W that node {node.name!r} draws "
+            f"idle, of {full_w:g} W: give more"
+        )
+    if node.silicon:
+        raise ValueError(
+            f"node {node.name!r} has steps by the table {node.silicon}, measured without a cap: "
+            "give a cluster whose nodes have rates"
+        )
+    clock = min((cap_w - idle_w) / (full_w - idle_w), 1.0) ** (1 / CLOCK_EXPONENT)
+    rates = {name: clock * getattr(node, name) for name in _COMPUTING}
+    law = (
+        f"emulated cap of {cap_w:g} of {full_w:g} W: clock at {clock:.0%}, watts above idle its "
+        "square"
+    )
+    return replace(node, **rates, reference=law)
+
+
+_COMPUTING = "flops_per_s", "gemm_flops_per_s", "attention_flops_per_s"
+
+
 class PowerReporter:
     """Adds watts and joules to a worker's reports, once a second.
 

@@ -45,6 +45,16 @@ def test_what_a_table_of_silicon_does_not_reach_is_said(tmp_path):
     assert json.loads(done.stdout)["completed"] > 0
 
 
+def test_a_cap_slows_first_tokens_and_names_its_law():
+    free, capped = (
+        json.loads(done.stdout)
+        for done in (invoke(*SMALL, "--json"), invoke(*SMALL, "--cap-w", "300", "--json"))
+    )
+    assert capped["ttft_s"]["mean"] > free["ttft_s"]["mean"]
+    assert "emulated cap of 300 of 700 W: clock at 52%" in " ".join(capped["cap"])
+    assert "cap" not in free
+
+
 def test_more_nodes_of_the_same_mix():
     done = invoke(*SMALL, "--nodes", "9", "--json")
     assert len(json.loads(done.stdout)["nodes"]) == 9
@@ -63,6 +73,7 @@ def test_more_nodes_of_the_same_mix():
         (["--load", "0.5"], ["either load"]),
         (["--requests", "0"], ["requests is 0"]),
         (["--rate", "-1"], ["rate_rps is -1"]),
+        (["--cap-w", "150"], ["150 W is not above the", "give more"]),
         (["--failures", "4"], ["leave at least one"]),
     ],
 )

@@ -15,6 +15,7 @@ from kappa.power import (
     GPUS,
     USE_EXPONENT,
     PowerReporter,
+    capped,
     modelled_w,
     node_power,
     prompt_power,
@@ -147,6 +148,28 @@ def test_a_cap_is_always_in_range(requests, tolerance, present_w):
     cap_w, growth = unnoticed_cap(replace(H100, cap_w=present_w), requests, tolerance)
     assert H100.least_cap_w <= cap_w <= present_w
     assert 0 <= growth <= tolerance + 1e-9
+
+
+def test_a_capped_node_computes_slower_and_loads_as_before():
+    node = replace(CATALOGUE["h100-pcie5"], gemm_flops_per_s=5e14)
+    # A quarter of the watts above idle is half of the clock.
+    half = capped(node, 700.0, H100.idle_w + (700.0 - H100.idle_w) / 4)
+    assert half.flops_per_s == pytest.approx(node.flops_per_s / 2)
+    assert half.gemm_flops_per_s == pytest.approx(2.5e14)
+    assert half.attention_flops_per_s == pytest.approx(node.attention_flops_per_s / 2)
+    for name in ("h2d_bytes_per_s", "hbm_bytes_per_s", "kv_bytes_per_s"):
+        assert getattr(half, name) == getattr(node, name)
+    assert half.reference.startswith("emulated cap of 290.2 of 700 W: clock at 50%")
+    assert capped(node, 700.0, 900.0).flops_per_s == node.flops_per_s
+
+
+@pytest.mark.parametrize(
+    ("cap_w", "silicon", "reason"),
+    [(150.0, "", "150 W is not above the 154 W"), (300.0, "t", "steps by the table t, measured")],
+)
+def test_a_cap_without_meaning_is_refused(cap_w, silicon, reason):
+    with pytest.raises(ValueError, match=reason):
+        capped(replace(CATALOGUE["h100-pcie5"], silicon=silicon), 700.0, cap_w)
 
 
 def test_the_exponent_is_the_cautious_one():

@@ -37,7 +37,7 @@ MAX_CONTEXT_TOKENS = 128 * 1024
 # Characters in a Llama-2 token of the mini-SWE prompts, on average; 2.5 to 3.7 in single prompts.
 CHARACTERS_PER_TOKEN = 3.07
 
-_ROWS = 64  # of a Parquet file held at a time: each row of NarrativeQA repeats its whole story
+_ROWS = 64  # of a Parquet file made into records at a time: each may repeat a whole story
 
 TokenCounter = Callable[[str], int]
 
@@ -218,7 +218,7 @@ def columns_of(path: Path) -> list[str]:
 
 
 def table_records(path: Path, kind: Any) -> Iterator[tuple[str, Any]]:
-    """The rows of a Parquet file as structs, each with its place; `_ROWS` are held at a time.
+    """The rows of a Parquet file as structs, each with its place; some row groups are held.
 
     Raises:
         WorkloadError: the file is absent or damaged, or a row is no such record.

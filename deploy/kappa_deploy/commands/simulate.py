@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, cast
 
 import typer
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kappa.checks import unknown_name
+from kappa.power import capped
 from kappa.shapes import model_shape
 from kappa.silicon import silicon_table
 from kappa_deploy.commands import console
@@ -86,6 +87,11 @@ class Options:
         int | None, typer.Option(min=1, help="As many nodes of the cluster's mix.")
     ] = None
 
+    cap_w: Annotated[
+        float | None,
+        typer.Option(help="Cap each node's watts, emulated: computing slows as the clock would."),
+    ] = None
+
     def config(self) -> SimulationConfig:
         """The simulation that these options ask for, without its faults.
 
@@ -93,6 +99,9 @@ class Options:
             ValueError: a name that is not known, or a file that cannot be read.
         """
         where = cluster_named(self.cluster)
+        if (cap_w := self.cap_w) is not None:
+            nodes = (replace(n, profile=capped(n.profile, n.watts, cap_w)) for n in where.nodes)
+            where = replace(where, nodes=tuple(nodes))
         config = SimulationConfig(
             cluster=where if self.nodes is None else scaled(where, self.nodes),
             workload=workload_named(self.trace),
@@ -151,6 +160,10 @@ def simulate(options: Options, json_output: console.Json = False) -> None:
         for name in sorted({node.profile.silicon for node in config.cluster.nodes} - {""}):
             if parts := " and ".join(sorted(silicon_table(name).beyond)):
                 warn(f"{name} does not reach as far: {parts} continued as the law has them")
+    if options.cap_w is not None:
+        law = {node.profile.reference for node in config.cluster.nodes}
+        summary["cap"] = sorted(law)
+        warn("\n".join(sorted(law)))
     if json_output:
         console.print_json(summary)
     else:
