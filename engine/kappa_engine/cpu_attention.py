@@ -16,6 +16,7 @@ from concurrent.futures import TimeoutError as NotInTime
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kappa_engine.attention import Elsewhere, Partial, combine
@@ -149,6 +150,12 @@ class CpuAttention:
             return all_out.index_copy_(0, rows, out), all_lse.index_copy_(0, rows, lse)
 
         return arrived
+
+    def product(self, x: Tensor, rows: Tensor) -> Future[Tensor]:
+        """Start to multiply x (n, width), on the device, by a weight's rows in host memory; the
+        result (n, rows) is in host memory, too."""
+        host = x.to(rows.device)
+        return self.worker.submit(lambda: F.linear(host, rows))
 
     # -- on the worker's thread -----------------------------------------------------------------
 

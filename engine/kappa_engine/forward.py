@@ -1,26 +1,35 @@
 """Runs a step through the model: loads and computation overlapped, layer by layer.
 
 While a layer is computed, the next one's activations and KV are on their way. Loaded rows land in
-one of two buffers, which the layers use in turn.
+one of two buffers, which the layers use in turn. Mini-batches of a step take turns within each
+layer, before the next layer begins: what crossed of its weights serves all of them (FlexGen's
+zig-zag block; column by column in paper 000, Algorithm 1).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from kappa.plans.cpu_offload import Division, Product
 from kappa_engine import attention, layers
 from kappa_engine.block_pool import CopyRun
-from kappa_engine.cpu_attention import CpuAttention
+from kappa_engine.cpu_attention import CpuAttention, result
 from kappa_engine.input_batch import build_step
 from kappa_engine.kv_cache import Arena
 from kappa_engine.step import DeviceStep, StepRow
 from kappa_engine.transfer import Event, LinkMover, TransferFailed
-from kappa_engine.weights import Weights
+from kappa_engine.weight_ring import WeightRing
+from kappa_engine.weights import GROUPS, Layer, Weights
+
+_PRODUCTS: dict[Product, tuple[str, ...]] = {"qkv": ("q", "kv"), "out": ("out",)}
+# Steps of the CPU's share of FC1.
+_SHARES = 16
 
 
 @dataclass(slots=True)
@@ -55,26 +64,14 @@ class NoCpuAttention(ValueError):
     """A step has context that the CPU is to attend to, and the model has no threads for that."""
 
 
-class ServedModel(Protocol):
-    """The model that an engine drives: `Forward`, or one that only takes as long."""
-
-    arena: Arena
-    mover: LinkMover
-    # Of a sequence.
-    max_tokens: int
-    # Token ids are below it.
-    vocab: int
-
-    def compute(self, rows: Sequence[StepRow]) -> Tensor:
-        """As `Forward.compute`."""
-        ...
-
-
 class Forward:
     """The forward pass of a model over one arena, of its dtype and on its device.
 
     Args:
         cpu_threads: threads that attend to KV in host memory; 0: the CPU does not.
+
+    Raises:
+        ArenaTooLarge: weights in host memory cannot be pinned.
     """
 
     def __init__(
@@ -83,18 +80,24 @@ class Forward:
         config = weights.config
         self.weights, self.arena, self.mover, self.config = weights, arena, mover, config
         self.max_tokens, self.vocab = config.max_tokens, config.vocab
+        self.ring = WeightRing(weights, mover)
         self.cpu = CpuAttention(arena, config, cpu_threads) if cpu_threads else None
         self._rope: tuple[Tensor, float] | None = None
         if config.rope:
             inverse, factor = layers.frequencies(config.rope, config.head_dim)
             self._rope = inverse.to(weights.device), factor
+        self._cpu_rows: dict[str, int] = {}
         self._buffers: list[Buffer] = []
         # Buffers of passes in which a copy did not end in time.
         self._stuck: list[object] = []
 
     @torch.no_grad()
-    def compute(self, rows: Sequence[StepRow]) -> Tensor:
-        """Compute rows together and write their KV; logits (wanted, vocabulary), in their order.
+    def compute(self, *batches: Sequence[StepRow], division: Division | None = None) -> Tensor:
+        """Compute rows and write their KV; logits (wanted, vocabulary), in their order.
+
+        batches: the rows of each go through a layer together, one batch after the other; no row
+        needs what another batch writes. division: what the CPU computes besides attention, of
+        weights in host memory, which then do not cross.
 
         Raises:
             ValueError: a sequence is longer than the model's learned positions.
@@ -103,26 +106,87 @@ class Forward:
                 blocks that they only read are as they were.
         """
         # Learned positions end; rotary ones do not.
-        longest = max(row.length for row in rows)
+        longest = max(row.length for rows in batches for row in rows)
         if not self.config.rope and longest > self.max_tokens:
             raise ValueError(
                 f"a sequence of {longest} tokens: this model has {self.max_tokens} positions"
             )
-        step = build_step(rows, self.arena.block_tokens, self.weights.device)
-        hidden = layers.embed(self.weights, step.tokens, step.positions)
-        angles = self.angles(step.positions), self.angles(step.act_positions)
-        running, last = RunningStep(step, hidden, *angles), self.config.layers - 1
+        running = [self._begun(rows) for rows in batches]
+        turns = [(n, one) for n in range(self.config.layers) for one in running]
         try:
-            self._reserve(step.buffer_rows, step.loaded_act_blocks)
-            self._load(0, step, self._buffers[0])
-            for layer in range(last + 1):
-                if layer < last:
-                    self._load(layer + 1, step, self._buffers[(layer + 1) % 2])
-                self._compute(layer, running, self._buffers[layer % 2])
+            self._divide(division)
+            self._reserve(
+                max(one.step.buffer_rows for one in running),
+                max(one.step.loaded_act_blocks for one in running),
+            )
+            self._load_ahead(turns, 0, weights=True)
+            for turn, (layer, one) in enumerate(turns):
+                # Behind the first batch: the slot that the layer before had is free.
+                first = turn % len(running) == 0
+                self._load_ahead(turns, turn + 1, weights=first)
+                self._compute(layer, one, self._buffers[turn % 2])
+                if one is running[-1]:
+                    self.ring.used(layer)
+            self.ring.fetch(*GROUPS)
         except BaseException:
             self._abandon()
             raise
-        return layers.logits(running.hidden[step.logit_rows], self.weights)
+        ends = [one.hidden[one.step.logit_rows] for one in running]
+        return layers.logits(torch.cat(ends) if len(ends) > 1 else ends[0], self.weights)
+
+    def _divide(self, division: Division | None) -> None:
+        """Leave to the CPU, by the names of weights, so many of their first rows."""
+        rows: dict[str, int] = {}
+        if division is not None and self.ring.layers and self.cpu is not None:
+            one = self.weights.layers[self.ring.layers[0]]
+            rows = {n: len(getattr(one, n)) for p in division.products for n in _PRODUCTS[p]}
+            # In coarse steps: what a change adds has to cross at once.
+            if share := round(_SHARES * division.fc1_share):
+                rows["up"] = len(one.up) * share // _SHARES
+        self._cpu_rows = rows
+        self.ring.skip(rows)
+
+    def _product(self, layer: int, name: str) -> layers.Linear:
+        """How a layer's weight is multiplied by: on the device, or on the CPU in part or whole."""
+        rows, cpu = self._cpu_rows.get(name, 0), self.cpu
+        if not rows or cpu is None or not self.weights.host.has(layer):
+            return F.linear
+
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            future = cpu.product(x, getattr(self.weights.layers[layer], name)[:rows])
+            rest = []
+            if rows < len(weight):
+                self.ring.wait(layer, "mlp")
+                rest = [F.linear(x, weight[rows:])]
+            out = torch.cat([result(future).to(x.device), *rest], dim=1)
+            return out if bias is None else out + bias
+
+        return product
+
+    def _begun(self, rows: Sequence[StepRow]) -> RunningStep:
+        step = build_step(rows, self.arena.block_tokens, self.weights.device)
+        hidden = layers.embed(self.weights, step.tokens, step.positions)
+        return RunningStep(
+            step, hidden, self.angles(step.positions), self.angles(step.act_positions)
+        )
+
+    def _load_ahead(
+        self, turns: Sequence[tuple[int, RunningStep]], turn: int, *, weights: bool
+    ) -> None:
+        """Start what the next turn loads, and with `weights` those of the layers that come next:
+        what projects first, then what is projected, then the rest."""
+        if turn >= len(turns):
+            # Those of the next step.
+            self.ring.fetch(*GROUPS)
+            return
+        layer, one = turns[turn]
+        buffer = self._buffers[turn % 2]
+        if weights:
+            self.ring.fetch("kv")
+        self._load_acts(layer, one.step, buffer)
+        if weights:
+            self.ring.fetch("attention", "mlp")
+        self._load_kv(layer, one.step, buffer)
 
     def angles(self, positions: Tensor) -> layers.Angles:
         """Rotary angles of tokens at these positions; None where positions are learned."""
@@ -132,6 +196,9 @@ class Forward:
         """End the CPU's thread, if there is one; no computation may be under way."""
         if self.cpu is not None:
             self.cpu.worker.stop()
+        if self.ring.layers:
+            self.mover.drain()
+            self.ring.close()
 
     # -- buffers ------------------------------------------------------------------------------
 
@@ -168,30 +235,43 @@ class Forward:
         except TransferFailed:
             self._stuck.append(old)
             raise
+        self.ring.reset()
 
     # -- a layer ------------------------------------------------------------------------------
 
-    def _load(self, layer: int, step: DeviceStep, buffer: Buffer) -> None:
-        """Start the layer's loads from host memory, behind the buffer's last use."""
+    def _load_acts(self, layer: int, step: DeviceStep, buffer: Buffer) -> None:
+        """Start the layer's loads of activations from host memory, behind the buffer's last use."""
+        buffer.act = self._copied(
+            buffer.acts, self.arena.act_host[layer], step.act_runs, buffer.free
+        )
 
-        def load(target: Tensor, source: Tensor, runs: list[CopyRun]) -> Event | None:
-            copies = [(target[t : t + n], source[layer, s : s + n]) for t, s, n in runs]
-            return self.mover.h2d(copies, buffer.free) if copies else None
+    def _load_kv(self, layer: int, step: DeviceStep, buffer: Buffer) -> None:
+        """The same of KV."""
+        buffer.kv = self._copied(
+            buffer.landing, self.arena.kv_host[layer], step.kv_runs, buffer.free
+        )
 
-        buffer.act = load(buffer.acts, self.arena.act_host, step.act_runs)
-        buffer.kv = load(buffer.landing, self.arena.kv_host, step.kv_runs)
+    def _copied(
+        self, target: Tensor, source: Tensor, runs: list[CopyRun], after: Event | None
+    ) -> Event | None:
+        copies = [(target[t : t + n], source[s : s + n]) for t, s, n in runs]
+        return self.mover.h2d(copies, after) if copies else None
 
     def _compute(self, layer: int, running: RunningStep, buffer: Buffer) -> None:
         """Compute one layer."""
         step, config = running.step, self.config
+        tensors, ring = self.ring.layer(layer), self.ring
+        ring.wait(layer, "kv")
         if step.act_tokens:
-            self._project_acts(layer, running, buffer)
-        tensors = self.weights.layers[layer]
+            self._project_acts(tensors, running, buffer)
+        ring.wait(layer, "attention")
         a = layers.attention_input(running.hidden, tensors, config)
-        q = layers.project_q(a, tensors, config, running.angles)
+        product = partial(self._product, layer)
+        q = layers.project_q(a, tensors, config, running.angles, product("q"))
         first = step.first_new_row
         new = buffer.rows[first : first + 2 * step.new_tokens].view(step.new_tokens, -1)
-        layers.project_kv(a, tensors, config, running.angles, new)
+        by_cpu = product("kv") if "kv" in self._cpu_rows else None
+        layers.project_kv(a, tensors, config, running.angles, new, by_cpu)
         there = None
         if step.on_cpu is not None:
             # Let the CPU begin to attend to host memory.
@@ -216,10 +296,13 @@ class Forward:
             acts = self.arena.act_device[layer].view(-1, config.hidden)
             acts.index_copy_(0, step.to_act.target, a.index_select(0, step.to_act.source))
         attended = attention.attend(step.groups, q, pool, buffer.rows, config, there)
-        running.hidden = layers.finish(running.hidden, attended, tensors, config)
+        hidden = layers.project_out(running.hidden, attended, tensors, config, product("out"))
+        if "up" not in self._cpu_rows:
+            ring.wait(layer, "mlp")
+        running.hidden = layers.feed_forward(hidden, tensors, config, product("up"))
         buffer.free = self.mover.mark()
 
-    def _project_acts(self, layer: int, running: RunningStep, buffer: Buffer) -> None:
+    def _project_acts(self, tensors: Layer, running: RunningStep, buffer: Buffer) -> None:
         """Project keys and values of the step's activations, into the buffer."""
         step = running.step
         if buffer.act is not None:
@@ -228,4 +311,4 @@ class Forward:
         loaded = buffer.acts[: step.loaded_act_blocks].view(-1, hidden)
         a = loaded if step.act_rows is None else loaded.index_select(0, step.act_rows)
         rows = buffer.rows[step.loaded_rows : step.first_new_row].view(step.act_tokens, -1)
-        layers.project_kv(a, self.weights.layers[layer], self.config, running.act_angles, rows)
+        layers.project_kv(a, tensors, self.config, running.act_angles, rows)

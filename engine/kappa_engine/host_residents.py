@@ -20,6 +20,9 @@ from kappa_engine.sequence import HostResident, Sequence
 from kappa_engine.settings import EngineOptions
 from kappa_scheduler.work import Quote
 
+# More than any context has.
+_ALL_TOKENS = 1 << 40
+
 
 class HostResidents:
     """The running requests of one engine that keep their context in its host tier."""
@@ -67,8 +70,10 @@ class HostResidents:
         private = self._device.take(min(total - there, self.window_blocks))
         kv, act = (self._held(type, keys[:stop]) for type in ("kv", "act"))
         sequence.kept = self._live[sequence] = HostResident(
-            kv, act, plan, grows=True, promised=total, split=sequence.resides != "host-kv"
-        )
+            kv, act, plan, grows=True, promised=total,
+            cpu_tokens=_ALL_TOKENS if sequence.resides == "host-cpu" else 0,
+            split=sequence.resides in ("host-kvpr", "host-hybrid"),
+        )  # fmt: skip
         sequence.blocks = np.array([*[-1] * stop, *held, *private], np.int64)
         sequence.published, sequence.stored = there, stop
         return quote

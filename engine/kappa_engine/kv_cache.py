@@ -106,8 +106,7 @@ class Arena:
     def close(self) -> None:
         """Unpin the host tensors, when no copy is under way; the arena must not be used again."""
         while self._registered:
-            # Before it is freed: CUDA would take other memory at that address for pinned.
-            torch.cuda.cudart().cudaHostUnregister(self._registered.pop().data_ptr())
+            unpin_pages(self._registered.pop())
 
     def _device_zeros(self, shape: tuple[int, ...]) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -120,14 +119,11 @@ class Arena:
         """
         tensor = torch.empty(shape, dtype=self.dtype).fill_(0)
         if self.device.type == "cuda" and tensor.numel():
-            size_bytes = tensor.nbytes
-            code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size_bytes, 0))
-            if code:
+            try:
+                pin_pages(tensor, "give fewer host blocks")
+            except ArenaTooLarge:
                 self.close()
-                raise ArenaTooLarge(
-                    f"cannot pin {_gib(size_bytes)} of host memory (CUDA error {code}): give fewer "
-                    "host blocks, or raise the limit of locked memory (ulimit -l)"
-                )
+                raise
             self._registered.append(tensor)
         return tensor
 
@@ -145,9 +141,25 @@ class Arena:
         for place, (wanted_bytes, free_bytes) in wanted.items():
             if wanted_bytes > free_bytes:
                 raise ArenaTooLarge(
-                    f"{place} blocks need {_gib(wanted_bytes)} ({wanted_bytes} bytes), but only "
-                    f"{_gib(free_bytes)} ({free_bytes} bytes) are free: give fewer {place} blocks"
+                    f"{place} blocks need {gib(wanted_bytes)} ({wanted_bytes} bytes), but only "
+                    f"{gib(free_bytes)} ({free_bytes} bytes) are free: give fewer {place} blocks"
                 )
+
+
+def pin_pages(tensor: Tensor, remedy: str) -> None:
+    """Register the pages of host memory with CUDA, until `unpin_pages`; `ArenaTooLarge` if refused,
+    with a remedy besides the limit."""
+    code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+    if code:
+        raise ArenaTooLarge(
+            f"cannot pin {gib(tensor.nbytes)} of host memory (CUDA error {code}): {remedy}, or "
+            "raise the limit of locked memory (ulimit -l)"
+        )
+
+
+def unpin_pages(tensor: Tensor) -> None:
+    """Before it is freed: CUDA would take other memory at that address for pinned."""
+    torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
 
 def free_host_bytes() -> int:
@@ -163,5 +175,6 @@ def free_host_bytes() -> int:
     return max(min(machine, machine if group is None else group) - _SPARE_BYTES, 0)
 
 
-def _gib(size_bytes: int) -> str:
+def gib(size_bytes: float) -> str:
+    """Bytes in words."""
     return f"{size_bytes / (1 << 30):.3f} GiB"

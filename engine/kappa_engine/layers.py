@@ -20,6 +20,8 @@ from kappa_engine.config import OPT_POSITION_OFFSET, ModelConfig
 from kappa_engine.weights import Layer, Weights
 
 Angles = tuple[Tensor, Tensor] | None
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""The product of x (n, width), a weight's rows and a bias, as `F.linear` has it."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu, "silu": F.silu, "swish": F.silu, "gelu": F.gelu,
     "gelu_new": partial(F.gelu, approximate="tanh"),
@@ -87,17 +89,24 @@ def attention_input(x: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
     return normalise(x, layer.norm, layer.norm_bias, config) if config.pre_norm else x
 
 
-def project_q(a: Tensor, layer: Layer, config: ModelConfig, angles: Angles) -> Tensor:
+def project_q(
+    a: Tensor, layer: Layer, config: ModelConfig, angles: Angles, linear: Linear = F.linear
+) -> Tensor:
     """Queries (n, heads, head_dim)."""
-    q = F.linear(a, layer.q, layer.q_bias).view(-1, config.heads, config.head_dim)
+    q = linear(a, layer.q, layer.q_bias).view(-1, config.heads, config.head_dim)
     if layer.q_norm is not None:
         q = normalise(q, layer.q_norm, None, config)
     return q if angles is None else rotate(q, *angles)
 
 
-def project_kv(a: Tensor, layer: Layer, config: ModelConfig, angles: Angles, out: Tensor) -> None:
+def project_kv(
+    a: Tensor, layer: Layer, config: ModelConfig, angles: Angles, out: Tensor,
+    linear: Linear | None = None,
+) -> None:  # fmt: skip
     """Keys, turned to their positions, and values, by one GEMM into `out` (n, 2·kv_width)."""
-    if layer.kv_bias is None:
+    if linear is not None:
+        out.copy_(linear(a, layer.kv, layer.kv_bias))
+    elif layer.kv_bias is None:
         torch.mm(a, layer.kv.t(), out=out)
     else:
         torch.addmm(layer.kv_bias, a, layer.kv.t(), out=out)
@@ -111,13 +120,18 @@ def project_kv(a: Tensor, layer: Layer, config: ModelConfig, angles: Angles, out
         keys.copy_(k)
 
 
-def finish(x: Tensor, attended: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
-    """The rest of the layer: output projection of attended (n, heads·head_dim), MLP, residuals."""
-    x = x + F.linear(attended, layer.out, layer.out_bias)
-    if not config.pre_norm:
-        x = normalise(x, layer.norm, layer.norm_bias, config)
+def project_out(
+    x: Tensor, attended: Tensor, layer: Layer, config: ModelConfig, linear: Linear = F.linear
+) -> Tensor:
+    """States behind attention: output projection of attended (n, heads·head_dim), and x."""
+    x = x + linear(attended, layer.out, layer.out_bias)
+    return x if config.pre_norm else normalise(x, layer.norm, layer.norm_bias, config)
+
+
+def feed_forward(x: Tensor, layer: Layer, config: ModelConfig, linear: Linear = F.linear) -> Tensor:
+    """The rest of the layer: the MLP of x (n, hidden), and x. linear: of FC1."""
     a = normalise(x, layer.norm2, layer.norm2_bias, config) if config.pre_norm else x
-    up, activate = F.linear(a, layer.up, layer.up_bias), ACTIVATIONS[config.activation]
+    up, activate = linear(a, layer.up, layer.up_bias), ACTIVATIONS[config.activation]
     if config.gated:
         gate, value = up.chunk(2, dim=-1)
         up = activate(gate) * value

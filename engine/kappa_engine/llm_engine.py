@@ -21,7 +21,6 @@ from kappa.plans.planners import Planning
 from kappa.protocol import Charge
 from kappa_engine.approximate import ApproximateDecoder, MakeDecoder
 from kappa_engine.block_manager import BlockManager
-from kappa_engine.forward import ServedModel
 from kappa_engine.host_store import HostStore
 from kappa_engine.model_runner import Chunk, Chunks, Logits, ModelRunner
 from kappa_engine.prefix_cache import CacheEvent
@@ -30,6 +29,7 @@ from kappa_engine.sampling import sample
 from kappa_engine.sequence import EngineRequest, FinishReason, Output, Sequence
 from kappa_engine.settings import EngineOptions
 from kappa_engine.stats import EngineStats
+from kappa_engine.step import ServedModel
 from kappa_scheduler.batching import Batcher, Step
 from kappa_scheduler.catalogue import rule_named, step_limit
 from kappa_scheduler.config import LinkRates
@@ -93,7 +93,7 @@ class Engine:
         rates = self.planning.rates
         link = None if rates is None else LinkRates(rates.load_token_s, rates.load.fixed_s)
         rule = rule_named(settings.scheduler, settings.fair, link)
-        step = None if rates is None else rates.step
+        step = None if rates is None else rates.served_step
         limit = step_limit(settings.scheduler, settings.fair, step)
         self.approximate = None if approximate is None else approximate(memory, store)
         seen: Memory = memory if self.approximate is None else self.approximate

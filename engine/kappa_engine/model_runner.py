@@ -14,14 +14,23 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from kappa.plans.cpu_offload import Division
 from kappa.plans.hybridserve import Blocks, pack
 from kappa.plans.planners import Planning
-from kappa_engine.forward import ServedModel
 from kappa_engine.host_store import HostStore
 from kappa_engine.prefix_loads import PrefixLoads
 from kappa_engine.sequence import HostResident, Sequence
 from kappa_engine.settings import EngineOptions
-from kappa_engine.step import Pages, Source, StepRow, TokenSpan, held_spans, joined, plan_spans
+from kappa_engine.step import (
+    Pages,
+    ServedModel,
+    Source,
+    StepRow,
+    TokenSpan,
+    held_spans,
+    joined,
+    plan_spans,
+)
 from kappa_engine.transfer import TransferFailed
 
 # With more queries of a sequence, attention on a CPU is bound by its FLOPs: the KV that they need
@@ -73,9 +82,7 @@ class ModelRunner:
             mean_tokens = sum(crossing) * next(iter(chunks)).block_tokens // len(crossing)
             self._share = self._planning.split_share(len(crossing), mean_tokens)
         try:
-            logits = Logits()
-            for batch in self._mini_batches(chunks):
-                logits |= self._run(batch)
+            logits = self._run(*self._mini_batches(chunks), division=self._division(chunks))
             self._mover.mark().block()
         except TransferFailed:
             return self._one_by_one(chunks)
@@ -118,23 +125,35 @@ class ModelRunner:
                 self._run({sequence: Chunk(start, min(start + most, chunk.start))})
         return self._run({sequence: chunk})
 
-    def _run(self, chunks: Chunks) -> Logits:
-        rows = [self._row(sequence, *chunk) for sequence, chunk in chunks.items()]
-        logits = self._model.compute(rows)
-        return {sequence: logits[index] for index, sequence in enumerate(chunks)}
+    def _run(self, *batches: Chunks, division: Division | None = None) -> Logits:
+        rows = ([self._row(s, *chunk) for s, chunk in chunks.items()] for chunks in batches)
+        logits = self._model.compute(*rows, division=division)
+        return dict(zip((s for chunks in batches for s in chunks), logits, strict=True))
+
+    def _division(self, chunks: Chunks) -> Division | None:
+        """What the CPU computes of a step in which all requests leave it their attention and have
+        few queries (paper 002); None: no more than that."""
+        few = all(chunk.stop - chunk.start <= _FEW_QUERIES for chunk in chunks.values())
+        if not few or any(sequence.resides != "host-cpu" for sequence in chunks):
+            return None
+        tokens = sum(len(s.kept.kv) * s.block_tokens for s in chunks if s.kept is not None)
+        return self._planning.division(len(chunks), tokens // len(chunks))
 
     def _mini_batches(self, chunks: Chunks) -> list[Chunks]:
         """Mini-batches of chunks: the contexts that cross in each fit the buffers of a layer, and
         take as long to project as to load (paper 003, Section 4.3.3)."""
         most, rates = self._settings.pass_blocks, self._planning.rates
-        blocks = {s: self._crossing(s.kept) for s in chunks if s.kept is not None and s.kept.grows}
+        kept = {s: s.kept for s in chunks if s.kept is not None and s.kept.grows}
+        blocks = {s: self._crossing(one) for s, one in kept.items() if not one.cpu_tokens}
         if sum(each.act + each.kv for each in blocks.values()) <= most or rates is None:
             return [chunks]
         caps = Blocks(*(max(most, *each) for each in zip(*blocks.values(), strict=True)))
         sequences = list(blocks)
+        size = sequences[0].block_tokens
+        project, load = (line.scaled(size) for line in (rates.project, rates.load))
         batches = [
             {sequences[i]: chunks[sequences[i]] for i in batch}
-            for batch in pack(list(blocks.values()), caps, rates.project, rates.load)
+            for batch in pack(list(blocks.values()), caps, project, load, rates.weights_s)
         ]
         # Chunks with all their context on the device go with the first.
         batches[0] |= {s: chunk for s, chunk in chunks.items() if s not in blocks}

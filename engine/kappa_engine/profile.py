@@ -5,9 +5,10 @@ that load plans are made from, with the engine's own weights, arena, mover and f
 to load n tokens' KV of a layer and to project n tokens' activations, each copy or product behind
 the one before as in a pass; grids of prefill steps, t_gpu(T, S), and of decoding steps over
 sequences and the context tokens of all of them; the link's bandwidth alone, and while the CPU
-attends; attention on the CPU, through the path that serves. `rates_from_measured` of
-`kappa.plans.measured` fits, or refuses, its result. It runs before the engine serves, needs the
-arena to itself, and writes over its blocks.
+attends; attention on the CPU, through the path that serves. Where weights lie in host memory, all
+of this is measured while none cross, and the seconds of one crossing beside it.
+`rates_from_measured` of `kappa.plans.measured` fits, or refuses, its result. It runs before the
+engine serves, needs the arena to itself, and writes over its blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,10 @@ from torch import Tensor
 from kappa.model import kv_bytes_per_token
 from kappa.plans.rates import FORMAT
 from kappa_engine import layers
+from kappa_engine.cpu_attention import result
 from kappa_engine.forward import Forward
 from kappa_engine.step import HostContext, OnCpu, Pages, prompt_row
+from kappa_engine.weights import GROUPS
 
 _PEAK_REPEATS = 5
 _GEMM_TOKENS = (16, 128, 512)
@@ -94,7 +97,13 @@ def profile(forward: Forward, settings: ProfileSettings | None = None) -> dict[s
         ValueError: blocks are in use, or the arena holds too few tokens for a line or a grid.
         TransferFailed: a copy failed or did not end.
     """
-    profiler = _Profiler(forward, settings or ProfileSettings())
+    with forward.ring.frozen():
+        measured = _profiled(_Profiler(forward, settings or ProfileSettings()))
+    return {**measured, "weights_s": _crossing_s(forward, measured["repeats"])}
+
+
+def _profiled(profiler: _Profiler) -> dict[str, Any]:
+    forward = profiler.forward
     shape, weights = forward.config.shape, forward.weights
     kv_elements = kv_bytes_per_token(shape) / shape.kv_dtype_bytes
     return {
@@ -110,6 +119,20 @@ def profile(forward: Forward, settings: ProfileSettings | None = None) -> dict[s
         "h2d_bytes_per_s": profiler.link_bytes_per_s(),
         **profiler.attention(),
     }
+
+
+def _crossing_s(forward: Forward, repeats: int) -> float:
+    """Seconds in which the weights in host memory cross the link for a step; 0 without any."""
+
+    def cross() -> None:
+        for layer in forward.ring.layers:
+            forward.ring.used(layer)
+            forward.ring.fetch(*GROUPS)
+        forward.mover.drain()
+
+    forward.ring.fetch(*GROUPS)
+    device = forward.weights.device
+    return min(elapsed_s(cross, device) for _ in range(repeats)) if forward.ring.layers else 0.0
 
 
 def machine_peaks(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,6 +214,7 @@ def _subject(forward: Forward) -> dict[str, Any]:
         "model": config.shape.name,
         "shape": [getattr(config, name) for name in _SHAPE],
         "dtype": str(weights.dtype).removeprefix("torch."),
+        "host_weights": list(astuple(weights.host)),
         "cpu_threads": 0 if forward.cpu is None else forward.cpu.worker.threads,
         "block_tokens": forward.arena.block_tokens,
     }
@@ -255,8 +279,8 @@ class _Profiler:
 
         @torch.no_grad()
         def project() -> None:
-            for layer in weights.layers:
-                layers.project_kv(acts, layer, config, turned, out)
+            for layer in range(config.layers):
+                layers.project_kv(acts, self.forward.ring.layer(layer), config, turned, out)
 
         return project
 
@@ -372,7 +396,25 @@ class _Profiler:
             link = self.link_bytes_per_s()
         threads, share = self.forward.cpu.worker.threads, alone_s / beside_s
         beside = {"threads": threads, "h2d_bytes_per_s": link, "share_while_loading": share}
-        return {"attend": {**samples, **beside}}
+        return {"attend": {**samples, **beside}, **self.products()}
+
+    def products(self) -> dict[str, Any]:
+        """Measure {"multiply": seconds of a layer by tokens, of FC1 in host memory on the CPU}, and
+        the bytes of a layer's matrices; {} where they are on the device."""
+        forward, cpu = self.forward, self.forward.cpu
+        if cpu is None or len(forward.ring.layers) < self.config.layers:
+            return {}
+        fc1s = [layer.up for layer in self.weights.layers]
+
+        def multiply(tokens: int) -> float:
+            x = torch.randn(tokens, self.config.hidden).to(self.device, self.weights.dtype)
+            return self._least_s(lambda: [result(cpu.product(x, fc1)) for fc1 in fc1s])
+
+        sizes = [1, 8, 32, 64]
+        seconds = [multiply(n) / self.config.layers for n in sizes]
+        one = self.weights.layers[0]
+        matrices = one.kv.nbytes + one.q.nbytes, one.out.nbytes, one.up.nbytes, one.down.nbytes
+        return {"multiply": {"tokens": sizes, "seconds": seconds}, "matrix_bytes": list(matrices)}
 
     def _least_s(self, action: Action) -> float:
         action()

@@ -13,14 +13,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kappa.plans.cpu_offload import Division
 from kappa.plans.load_plan import Segment
 from kappa_engine.block_pool import BlockType, CopyRun, Ids, Place
+from kappa_engine.kv_cache import Arena
+from kappa_engine.transfer import LinkMover
 
 Wanted = Literal["last", "all"]
 
@@ -333,6 +336,21 @@ class DeviceStep:
     def buffer_rows(self) -> int:
         """Rows of K or V that the step needs besides the device pool."""
         return self.loaded_rows + 2 * (self.act_tokens + self.new_tokens + self.copied_tokens)
+
+
+class ServedModel(Protocol):
+    """The model that an engine drives: `kappa_engine.forward.Forward`, or one that only waits."""
+
+    arena: Arena
+    mover: LinkMover
+    # Of a sequence.
+    max_tokens: int
+    # Token ids are below it.
+    vocab: int
+
+    def compute(self, *batches: Sequence[StepRow], division: Division | None = None) -> Tensor:
+        """As `kappa_engine.forward.Forward.compute`."""
+        ...
 
 
 def ids(values: Ids | Sequence[int]) -> Tensor:

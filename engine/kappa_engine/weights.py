@@ -11,14 +11,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kappa_engine.config import OPT_POSITION_OFFSET, ModelConfig
-from kappa_engine.kv_cache import ArenaTooLarge, free_host_bytes
+from kappa_engine.kv_cache import ArenaTooLarge, free_host_bytes, gib
 
 _NAMES = ("float64", "float32", "bfloat16", "float16")
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
@@ -27,7 +27,41 @@ _STORED = dict(zip(("F64", "F32", "BF16", "F16"), DTYPES.values(), strict=True))
 
 Spec = list[tuple[str, tuple[int, ...]]]
 """The checkpoint's tensors that one of ours stacks row by row: names, and shapes."""
-MakeTensor = Callable[[int, str, Spec], Tensor]
+MakeTensor = Callable[[int, str, Spec, torch.device], Tensor]
+
+Group = Literal["kv", "attention", "mlp"]
+GROUPS: dict[Group, tuple[str, ...]] = {
+    "kv": ("kv",), "attention": ("q", "out"), "mlp": ("up", "down"),
+}  # fmt: skip
+"""Matrices of a layer, in the order in which it needs them. Norms and biases are next to nothing
+beside them, and stay on the device."""
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class HostWeights:
+    """Which of a model's matrices lie in host memory and cross the link at every step."""
+
+    # Of the layers, spread evenly.
+    share: float = 0.0
+    # Of each of these: all, or attention's (queries, keys, values, output) or the MLP's alone.
+    part: Literal["layers", "attention", "mlp"] = "layers"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.share <= 1.0:
+            raise ValueError(f"HostWeights.share is {self.share}: give a share from 0 to 1")
+
+    def has(self, layer: int) -> bool:
+        """Whether a layer is one of them."""
+        return int((layer + 1) * self.share + 1e-9) > int(layer * self.share + 1e-9)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Matrices by their names in `Layer`."""
+        groups = [
+            g for g in GROUPS if self.part == "layers" or (g == "mlp") == (self.part == "mlp")
+        ]
+        return tuple(name for group in groups for name in GROUPS[group])
 
 
 class WeightError(ValueError):
@@ -140,6 +174,8 @@ class Weights:
     layers: list[Layer]
     # Outside the layers, by their names in `outer_specs`.
     outer: dict[str, Tensor]
+    # What of the layers is in host memory: `kappa_engine.weight_ring` has them all.
+    host: HostWeights = HostWeights()
 
 
 def layer_specs(config: ModelConfig) -> dict[str, Spec]:
@@ -197,15 +233,15 @@ def outer_specs(config: ModelConfig) -> dict[str, Spec]:
 
 
 def random_weights(
-    config: ModelConfig, *, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> Weights:
+    config: ModelConfig, *, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu",
+    host: HostWeights | None = None,
+) -> Weights:  # fmt: skip
     """Weights from a seed: matrices normal by 1/sqrt(fan-in), norms one, biases small.
 
     The same on every run on one kind of device.
     """
-    place = torch.device(device)
 
-    def make(layer: int, name: str, spec: Spec) -> Tensor:
+    def make(layer: int, name: str, spec: Spec, place: torch.device) -> Tensor:
         key = sum(ord(c) * 31**i for i, c in enumerate(name))
         rng = torch.Generator(device=place)
         rng.manual_seed((seed * 1_000_003 + layer * 7_919 + key) % (1 << 63))
@@ -215,12 +251,12 @@ def random_weights(
         scale = 0.02 if values.dim() == 1 else values.shape[-1] ** -0.5
         return values.normal_(0.0, scale, generator=rng)
 
-    return _assembled(config, dtype, place, make)
+    return _assembled(config, dtype, torch.device(device), make, host or HostWeights())
 
 
 def load_weights(
     folder: str | Path, config: ModelConfig, *, dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
+    device: torch.device | str = "cpu", host: HostWeights | None = None,
 ) -> Weights:  # fmt: skip
     """Weights from the safetensors files of a folder, in one file or many.
 
@@ -230,11 +266,11 @@ def load_weights(
     Raises:
         WeightError: names the file and the tensor that is missing, of another shape or no float.
     """
-    files, place = Checkpoint(Path(folder)), torch.device(device)
+    files = Checkpoint(Path(folder))
     wanted = dtype or files.dtype(outer_specs(config)["embed"][0][0])
     base = "decoder." if config.family == "opt" else ""
 
-    def read(layer: int, name: str, spec: Spec) -> Tensor:
+    def read(layer: int, name: str, spec: Spec, place: torch.device) -> Tensor:
         tensor, start = torch.empty(_shape(spec), dtype=wanted, device=place), 0
         for source, shape in spec:
             full = source if layer < 0 else f"{base}layers.{layer}.{source}"
@@ -242,28 +278,63 @@ def load_weights(
             start += shape[0]
         return tensor
 
-    return _assembled(config, wanted, place, read)
+    return _assembled(config, wanted, torch.device(device), read, host or HostWeights())
 
 
 def _assembled(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, make: MakeTensor
-) -> Weights:
-    """Weights of tensors that `make` makes, of a layer (-1: outside), a name and a spec."""
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, make: MakeTensor,
+    host: HostWeights,
+) -> Weights:  # fmt: skip
+    """Weights of tensors that `make` makes, of a layer (-1: outside), a name, a spec, a place."""
     specs, outside = layer_specs(config), outer_specs(config)
+    _refuse_too_large(config, specs, dtype, device, host)
+
+    def layer(index: int) -> Layer:
+        away = host.names if host.has(index) else ()
+        return Layer(**{
+            name: make(index, name, spec, _CPU if name in away else device)
+            for name, spec in specs.items()
+        })  # fmt: skip
+
+    layers = [layer(index) for index in range(config.layers)]
+    outer = {name: make(-1, name, spec, device) for name, spec in outside.items()}
+    return Weights(config, dtype, device, layers, {"head": outer["embed"], **outer}, host)
+
+
+def _refuse_too_large(
+    config: ModelConfig, specs: dict[str, Spec], dtype: torch.dtype, device: torch.device,
+    host: HostWeights,
+) -> None:  # fmt: skip
+    """Raise `ArenaTooLarge` if the layers do not fit, with what is wanted, free, and would."""
+    size = {name: math.prod(_shape(spec)) * dtype.itemsize for name, spec in specs.items()}
+    crossing, away = (
+        sum(size[name] for name in host.names),
+        sum(map(host.has, range(config.layers))),
+    )
+    in_host = away * crossing
+    # Two layers of what crosses are on the device.
+    on_device = config.layers * sum(size.values()) - in_host + min(away, 2) * crossing
+    free = free_host_bytes()
+    places = {"host memory": (in_host, free)}
     if device.type == "cpu":
-        elements = sum(math.prod(_shape(spec)) for spec in specs.values())
-        wanted, free = config.layers * elements * dtype.itemsize, free_host_bytes()
-        if wanted > free:
-            raise ArenaTooLarge(
-                f"weights need {wanted} bytes of host memory, but only {free} are free: "
-                "use a smaller model or dtype"
-            )
-    layers = [
-        Layer(**{name: make(index, name, spec) for name, spec in specs.items()})
-        for index in range(config.layers)
-    ]
-    outer = {name: make(-1, name, spec) for name, spec in outside.items()}
-    return Weights(config, dtype, device, layers, {"head": outer["embed"], **outer})
+        places = {"host memory": (in_host + on_device, free)}
+    else:
+        places["the device"] = on_device, torch.cuda.mem_get_info(device)[0]
+    for place, (wanted, there) in places.items():
+        if wanted <= there:
+            continue
+        remedy = "use a smaller model or dtype"
+        if place == "the device" and crossing:
+            share = away / config.layers + (wanted - there) / (config.layers * crossing)
+            remedy = f"give engine.weights place host and a share of {share:.2f} or more"
+            if share > 1:
+                remedy = "even with engine.weights.share 1 it is too large; use a smaller model"
+        elif in_host and place == "host memory":
+            remedy = f"give less than {host.share:g} as engine.weights.share, or a smaller model"
+        raise ArenaTooLarge(
+            f"weights need {wanted} bytes of {place} ({gib(wanted)}), but only {there} are free "
+            f"({gib(there)}): {remedy}"
+        )
 
 
 def _shape(spec: Spec) -> tuple[int, ...]:

@@ -345,6 +345,8 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     power_w: float = 0.0
     power_cap_w: float = 0.0
     energy_j_total: float = 0.0
+    # What the model says that they used in the same time; 0 where it knows no such GPU.
+    modelled_j_total: float = 0.0
     power_source: str = ""  # nvml, model or paced (modelled, in emulated time); empty: not known
     # Requests in the last iteration.
     waiting: int = 0

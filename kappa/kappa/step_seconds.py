@@ -92,8 +92,9 @@ def transfer_s(tokens: float, token_s: float, fixed_s: float) -> float:
 @compiled
 def place(count: int, tokens: float) -> tuple[int, float]:
     """Between which of `count` factors a step of `tokens` lies: the first, and the next's share."""
-    x = math.log2(max(tokens, 1.0))
-    low = min(int(x), count - 2)
+    # In this order NaN, of no tokens in no steps, counts as 1; only a finite number has an integer.
+    x = math.log2(max(1.0, tokens))
+    low = int(min(x, count - 2.0))
     return low, min(x - low, 1.0)
 
 

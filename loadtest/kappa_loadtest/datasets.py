@@ -20,6 +20,7 @@ from kappa_workload.shapes import Workload
 HUB_PREFIX = "hf:"
 SHAREGPT_FILE = "ShareGPT_V3_unfiltered_cleaned_split.json"
 
+_DATA_FILES = ["*.parquet", "*.jsonl", "*.json"]
 _REACH_TIMEOUT_S = 5.0
 
 
@@ -29,8 +30,8 @@ def open_workload(
     """A workload by a user's name for it.
 
     Args:
-        name: of a built-in workload, a path, or `hf:OWNER/NAME[/FILE]` for a data set on the hub,
-            with `SHAREGPT_FILE` as the default file.
+        name: of a built-in workload, a path, or `hf:OWNER/NAME[/FILE]` for a data set on the hub;
+            without a file it is `SHAREGPT_FILE` if the data set has that, else the whole.
         tokenizer: a `tokenizer.json`, or the folder of a model that has one; for texts.
         scale: every length times this (`kappa_workload.scaling`); unless it is 1, without texts.
         reading: the fields of `kappa_workload.reading.ReadAs`.
@@ -68,7 +69,8 @@ def token_counter(tokenizer: str) -> TokenCounter:
 
 
 def fetched(name: str) -> Path:
-    """The file behind `hf:OWNER/NAME[/FILE]`, from the hub's cache or else from the hub.
+    """What is behind `hf:OWNER/NAME[/FILE]`, from the hub's cache or else from the hub: a file, or
+    the folder of all its Parquet and JSON files where none is named and it is not ShareGPT.
 
     Raises:
         WorkloadError: not such a name, or it is not cached and cannot be fetched.
@@ -80,22 +82,27 @@ def fetched(name: str) -> Path:
             f"{name}: expected {HUB_PREFIX}OWNER/NAME or {HUB_PREFIX}OWNER/NAME/FILE"
         )
     # The hub's client is slow to import, and most workloads are no data sets of the hub.
-    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    repo, file = f"{owner}/{dataset}", file or SHAREGPT_FILE
+    repo, wanted = f"{owner}/{dataset}", file or SHAREGPT_FILE
+    which = file or " ".join(f"--include '{pattern}'" for pattern in _DATA_FILES)
     remedy = (
-        f"on a machine that is online, run: hf download {repo} {file} --repo-type dataset "
-        "--local-dir . and then give the path of the file"
+        f"on a machine that is online, run: hf download {repo} {which} --repo-type dataset "
+        f"--local-dir . and then give the path of the {'file' if file else 'folder'}"
     )
     endpoint = constants.ENDPOINT
     try:
-        cached = try_to_load_from_cache(repo, file, repo_type="dataset")
+        cached = try_to_load_from_cache(repo, wanted, repo_type="dataset")
         if isinstance(cached, str):
             return Path(cached)
         # Fails at once where there is no network: the hub's client would try for half a minute.
         httpx.head(endpoint, timeout=_REACH_TIMEOUT_S)
-        return Path(hf_hub_download(repo, file, repo_type="dataset", endpoint=endpoint))
+        hub = HfApi(endpoint)
+        if not file and not hub.file_exists(repo, wanted, repo_type="dataset"):
+            folder = hub.snapshot_download(repo, repo_type="dataset", allow_patterns=_DATA_FILES)
+            return Path(folder)
+        return Path(hf_hub_download(repo, wanted, repo_type="dataset", endpoint=endpoint))
     except (HFValidationError, HfHubHTTPError) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise WorkloadError(f"{name}: the hub refused it ({first_line}); {remedy}") from error

@@ -343,8 +343,12 @@ class Outcomes:
     short: float = 0.0
     long: float = 0.0
     sent_at_s: float = -math.inf
+    # Seconds by which all prompts sent there delayed what decodes.
+    delayed_s: float = 0.0
     # By request, in the order in which they were sent: the first one has waited longest.
     waiting: dict[str, Flight] = field(default_factory=dict)
+    # Of each request that decodes, `delayed_s` at its first token.
+    begun: dict[str, float] = field(default_factory=dict)
 
     def late_s(self, now_s: float) -> float:
         """Seconds by which a first token there comes after its prediction, at least 0.
@@ -402,6 +406,7 @@ class Lateness:
         outcomes.short = outcomes.prompt_share(now_s) + delay_s / (_SHORT_S * dilation)
         outcomes.long = outcomes.prompt_share(now_s, long=True) + delay_s / (_LONG_S * dilation)
         outcomes.sent_at_s = now_s
+        outcomes.delayed_s += delay_s
 
     def first_token(self, flight: Flight, now_s: float) -> None:
         outcomes = self._workers.get(flight.worker)
@@ -409,6 +414,7 @@ class Lateness:
             outcomes.late.append(_overdue_s(flight, now_s))
             outcomes.typical_late_s = _quantile(outcomes.late, _LATE_QUANTILE)
             outcomes.late_at_s = now_s
+            outcomes.begun[flight.request_id] = outcomes.delayed_s
 
     def ended(self, flight: Flight, now_s: float, tokens: int) -> None:
         """It is over, whole with `tokens` tokens; 0 if they give no measure."""
@@ -416,11 +422,13 @@ class Lateness:
         if outcomes is None:
             return
         outcomes.waiting.pop(flight.request_id, None)
-        if tokens > 1 and flight.tpot_s > 0 and flight.first_token_s is not None:
-            # By the prompts that came meanwhile, not by those before it: else a rise of their share
-            # would count twice, until its outcomes are in.
-            share = outcomes.prompt_share(now_s)
-            expected_s = _stretched_s(flight.tpot_s, share, flight.bounded_s)
+        begun_s = outcomes.begun.pop(flight.request_id, None)
+        if tokens > 1 and flight.tpot_s > 0 and begun_s is not None:
+            assert flight.first_token_s is not None
+            # By the prompts that came while it decoded, those before it left out. Their recent
+            # share says less: where few come it is mostly chance, which would then count twice.
+            delay_s = (outcomes.delayed_s - begun_s) / (tokens - 1)
+            expected_s = min(flight.tpot_s + delay_s, max(flight.tpot_s, flight.bounded_s))
             measured_s = (now_s - flight.first_token_s) / (tokens - 1)
             outcomes.slowdowns.append(measured_s / expected_s)
             typical = _quantile(outcomes.slowdowns, 0.5)

@@ -19,6 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from kappa.compiled import COMPILES
 from kappa.cost import STEP_SECONDS, chunk_work
 from kappa.protocol import Announcement, WorkerReport
 from kappa_router import engine_fit
@@ -56,7 +57,8 @@ _FOLLOW = {STEP: (STEP, TTFT, GAP), LOAD: (LOAD, TTFT), TTFT: (TTFT, GAP), GAP: 
 # median error (logarithm) with reports, and by how much it must exceed that without.
 _JUDGES, _WRONG, _WORSE = 5, 0.3, 0.1
 # Beyond `_FEW` observations, a fit waits for `_SOME` new ones and `_REFIT_S` seconds.
-_FEW, _SOME, _REFIT_S = 64, 8, 1.0
+# (A fit without a compiler takes a second.)
+_FEW, _SOME, _REFIT_S = 64, 8, 1.0 if COMPILES else 10.0
 _LEAST_TOKENS = 8
 _MOST_OVERHEAD_S = 2.0
 # Announced constants are off by such a factor (one standard deviation), by less where a pace keeps

@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -224,6 +225,19 @@ def _slopes(theta: Floats, values: Floats, floors: Floats) -> Floats:
     return out
 
 
+def _variance_of_arrays(gradient: Floats, covariance: Floats) -> float:
+    return float(gradient @ covariance @ gradient)
+
+
+@partial(compiled, plain=_variance_of_arrays)
+def _variance(gradient: Floats, covariance: Floats) -> float:
+    variance = 0.0
+    for a in range(len(gradient)):
+        for b in range(len(gradient)):
+            variance += gradient[a] * covariance[a, b] * gradient[b]
+    return variance
+
+
 @compiled
 def expected(
     rows: Observations, theta: Floats, covariance: Floats, values: Floats, floors: Floats
@@ -233,13 +247,33 @@ def expected(
     seconds, deviations = np.empty(len(rows)), np.empty(len(rows))
     gradient = np.empty(len(theta))
     for i in range(len(rows)):
-        found_s = _seconds(rows[i], theta, constants, slopes, gradient)
-        seconds[i], variance = max(found_s, _LEAST_S), 0.0
-        for a in range(len(theta)):
-            for b in range(len(theta)):
-                variance += gradient[a] * covariance[a, b] * gradient[b]
-        deviations[i] = math.sqrt(max(variance, 0.0))
+        seconds[i] = max(_seconds(rows[i], theta, constants, slopes, gradient), _LEAST_S)
+        deviations[i] = math.sqrt(max(_variance(gradient, covariance), 0.0))
     return seconds, deviations
+
+
+def _add_observation_of_arrays(
+    gradient: Floats, expected_s: float, weight: float, error: float, slope: Floats,
+    curvature: Floats,
+) -> None:  # fmt: skip
+    share = gradient / expected_s
+    slope += weight * error * share
+    curvature += weight * np.outer(share, share)
+
+
+@partial(compiled, plain=_add_observation_of_arrays)
+def _add_observation(
+    gradient: Floats, expected_s: float, weight: float, error: float, slope: Floats,
+    curvature: Floats,
+) -> None:  # fmt: skip
+    """Add an observation's part to slope and lower triangle of the curvature."""
+    for a in range(len(gradient)):
+        if gradient[a] != 0.0:
+            at = weight * gradient[a] / expected_s
+            slope[a] += at * error
+            for b in range(a + 1):
+                if gradient[b] != 0.0:
+                    curvature[a, b] += at * gradient[b] / expected_s
 
 
 @compiled
@@ -262,13 +296,7 @@ def _equations(
         deviation = noise[int(row.kind)] + row.doubt
         spread = error / deviation
         weight = weights[i] * (_TAIL + 1) / (_TAIL + spread * spread) / (deviation * deviation)
-        for a in range(total):
-            if gradient[a] != 0.0:
-                at = weight * gradient[a] / expected_s
-                slope[a] += at * error
-                for b in range(a + 1):
-                    if gradient[b] != 0.0:
-                        curvature[a, b] += at * gradient[b] / expected_s
+        _add_observation(gradient, expected_s, weight, error, slope, curvature)
     for a in range(total):
         for b in range(a):
             curvature[b, a] = curvature[a, b]

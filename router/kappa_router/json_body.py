@@ -6,15 +6,16 @@ level; only wanted values become Python objects, long ones in parts. Both HTTP f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa.compiled import compiled
+from kappa.compiled import COMPILES, compiled
 
 # Decoding 4 MB of `[],` whole takes 1.1 s, and 0.3 s with the cyclic collector off, which visits
 # every container again and again (AMD EPYC, one core). So their number is bounded.
@@ -28,7 +29,8 @@ MAX_FIELDS = 1_000
 PART_BYTES = 1 << 15
 """Longer lists and objects are decoded in parts, since a call holds the interpreter's lock."""
 _STRIDE = 32
-_SPLIT_LEVELS = 4  # The list of messages, a message, its content, a part; each is scanned again.
+# The list of messages, a message, its content, a part; each is scanned again.
+_SPLIT_LEVELS = 4 if COMPILES else 0
 
 UNREAD = msgspec.UNSET
 """Stands for a value that was not wanted."""
@@ -171,7 +173,29 @@ def _past_blanks(data: NDArray[np.uint8], i: int, end: int) -> int:
     return i
 
 
-@_without_lock
+# Without a compiler: a text up to its last quote; what stands before the next sign that counts, at
+# the level that is followed and deeper.
+_TEXT = re.compile(rb'(?:[^"\\]++|\\.?)*+', re.DOTALL)
+_NEAR = re.compile(rb'[^"\[\]{},:]*+')
+_DEEP = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
+_WHOLE_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+
+
+def _text_end_by_pattern(data: NDArray[np.uint8], i: int, end: int) -> int:
+    return cast(re.Match[bytes], _TEXT.match(data.data, i, end)).end()
+
+
+def _skip_by_pattern(
+    data: NDArray[np.uint8], i: int, end: int, depth: int, seen: NDArray[np.int64]
+) -> int:
+    if depth == 1:
+        return cast(re.Match[bytes], _NEAR.match(data.data, i, end)).end()
+    stop = cast(re.Match[bytes], _DEEP.match(data.data, i, end)).end()
+    seen[2] += _WHOLE_TEXT.sub(b"", data.data[i:stop]).count(b",")
+    return stop
+
+
+@partial(_without_lock, plain=_text_end_by_pattern)
 def _text_end(data: NDArray[np.uint8], i: int, end: int) -> int:
     """The quote that ends a text, or no less than `end`."""
     while i < end:
@@ -191,6 +215,19 @@ def _text_end(data: NDArray[np.uint8], i: int, end: int) -> int:
     return end
 
 
+@partial(_without_lock, plain=_skip_by_pattern)
+def _skip(data: NDArray[np.uint8], i: int, end: int, depth: int, seen: NDArray[np.int64]) -> int:
+    """The next sign that counts, or `end`; commas deeper than the level followed are counted."""
+    while i < end:
+        kind = _KINDS[data[i]]
+        if kind == _SEPARATES and depth > 1:
+            seen[2] += 1
+        elif kind > _BLANK and (kind != _NAMES or depth == 1):
+            return i
+        i += 1
+    return i
+
+
 @_without_lock
 def _element(
     data: NDArray[np.uint8], i: int, end: int, opened: NDArray[np.uint8], seen: NDArray[np.int64]
@@ -202,7 +239,12 @@ def _element(
         A fault, or `_FINE`; its colon, -1 without; the comma or the bracket after it.
     """
     depth, colon = 1, -1
-    while i < end:
+    while True:
+        i = _skip(data, i, end, depth, seen)
+        if seen[2] > MAX_VALUES:
+            return _VALUES, colon, i
+        if i >= end:
+            return _MALFORMED, colon, end
         kind = _KINDS[data[i]]
         if kind == _QUOTED:
             i = _text_end(data, i + 1, end)
@@ -216,13 +258,12 @@ def _element(
             if seen[0] > MAX_CONTAINERS:
                 return _CONTAINERS, colon, i
         elif kind == _NAMES:
-            colon = i if depth == 1 and colon < 0 else colon
+            colon = i if colon < 0 else colon
         elif kind == _SEPARATES:
             seen[2] += 1
             if seen[2] > MAX_VALUES:
                 return _VALUES, colon, i
-            if depth == 1:
-                return _FINE, colon, i
+            return _FINE, colon, i
         elif kind == _CLOSES:
             # It is the second character after the one that opens.
             if data[i] != opened[depth - 1] + 2:
@@ -231,7 +272,6 @@ def _element(
                 return _FINE, colon, i
             depth -= 1
         i += 1
-    return _MALFORMED, colon, end
 
 
 @_without_lock

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from kappa_deploy.cli import app as cli
 from kappa_deploy.commands.demo import shortcomings, summary, title, to_dict, worth
+from kappa_deploy.commands.demo_acts import Act
 from kappa_loadtest.client import EndpointError
 from kappa_loadtest.run_folder import RequestRecord
 from kappa_loadtest.sessions import ChatSession, ChatTurn, chat_sessions, node_rows, replay
@@ -250,23 +251,38 @@ def started(cluster, monkeypatch):
         yield made[-1]
 
     monkeypatch.setattr("kappa_deploy.commands.demo.running", running)
+    monkeypatch.setattr("kappa_deploy.commands.demo.documents_act", lambda settings: SHORT)
     return made
 
 
-def test_demo_repeats_its_requests_under_two_other_policies(cluster, short, started):
+def asked(name, text):
+    return ChatSession(name, (ChatTurn(({"role": "user", "content": text},)),))
+
+
+SHORT = Act([asked("read-0", "a document")], [asked("doc0-0", "why"), asked("fresh-1", "new")])
+
+
+def test_demo_repeats_its_requests_under_all_other_policies(cluster, short, started):
     done = CliRunner().invoke(cli, ["demo", "--sessions", "2", "--json"])
     assert done.exit_code == 0, done.output
     shown = json.loads(done.stdout)
-    assert started[0].policies == [(0, "priced"), (12, "round_robin"), (24, "ray_prefix")]
+    others = ("ray_prefix", "llm_d", "round_robin")
+    first = [(12 * at, name) for at, name in enumerate(("priced", *others))]
+    # Of the second act a document that is read, and two requests.
+    second = [(48 + 3 * at, name) for at, name in enumerate(("priced", *others))]
+    assert started[0].policies == first + second
     # Sessions run at once, so that requests of one run may come in another order.
-    runs = [cluster.received[at : at + 12] for at in (0, 12, 24)]
-    ours, *others = [sorted(json.dumps(body["messages"]) for body in run) for run in runs]
-    for name, run in zip(("round_robin", "ray_prefix"), others, strict=True):
+    runs = [cluster.received[at : at + 12] for at, _ in first]
+    ours, *theirs = [sorted(json.dumps(body["messages"]) for body in run) for run in runs]
+    for name, run in zip(others, theirs, strict=True):
         assert sorted(text.replace(f"{name}: ", "", 1) for text in run) == ours
         assert all(text.count(f"{name}: ") == 1 for text in run), "nothing cached may be found"
-    assert [row["policy"] for row in shown["compared"]] == [
-        "this", "round robin", "prefix affinity (Ray Serve LLM's)",
-    ]  # fmt: skip
+    named = ["this", "prefix affinity (Ray Serve LLM's)", "llm-d's rule", "round robin"]
+    assert [row["policy"] for row in shown["compared"]] == named
+    act = shown["second_act"]
+    assert [(row["policy"], row["answered"]) for row in act["compared"]] == [(n, 2) for n in named]
+    assert act["memory_bound_share"] == 1.0 and act["requests_per_node"] == {"c2c": 1, "pcie": 1}
+    assert act["gained"].startswith("Documents: ") and "100.0%" in act["gained"]
     assert all(row["answered"] == 12 for row in shown["compared"])
     assert all(0 < row["p50_s"] <= row["p99_s"] for row in shown["compared"])
 
@@ -282,6 +298,15 @@ def test_demo_compares_nothing_when_told_so_or_recording(
     done = CliRunner().invoke(cli, ["demo", "--sessions", "2", *options])
     assert done.exit_code == 0, done.output
     assert started[0].policies == [(0, "priced")] and "worth" not in done.stdout
+
+
+def test_demo_has_nodes_of_silicon_and_says_what_was_gained(cluster, short, started):
+    done = CliRunner().invoke(cli, ["demo", "--sessions", "2"])
+    assert done.exit_code == 0, done.output
+    tables = [pool.silicon for pool in started[0].settings.all_pools]
+    assert tables == ["a100_sxm/llama-3.1-8b/tp1", "h100_sxm/llama-3.1-8b/tp1"]
+    *_, agents, documents = done.stdout.splitlines()
+    assert agents.startswith("Agents: ") and documents.startswith("Documents: ")
 
 
 def test_demo_cuts_off_a_policy_that_does_not_end_and_shows_rows(

@@ -41,11 +41,15 @@ def _json(*args: str) -> dict[str, Any]:
 
 def test_tables_json_contract() -> None:
     data = _json("tables")
-    assert set(data) == {"table2", "table3", "table5", "cases", "slips", "nodes", "models"}
+    assert set(data) == {
+        "table2", "table3", "table5", "cases", "law", "slips", "nodes", "models",
+    }  # fmt: skip
     assert all(set(row) == {"gpu", "pcie", "paper", "ours"} for row in data["table2"])
     keys = {"model", "gpu", "paper", "paper_formula", "corrected", "dense_decimal"}
     assert all(set(row) == keys for row in data["table3"])
-    assert all(set(row) == {"name", "paper", "recomputed"} for row in data["cases"])
+    keys = {"name", "paper", "recomputed", "one_way", "kind"}
+    assert all(set(row) == keys for row in data["cases"])
+    assert all(set(row) == {"name", "paper", "equation", "law"} for row in data["law"])
     assert (len(data["table2"]), len(data["table3"])) == (6, 15)
 
 
@@ -85,6 +89,15 @@ def test_tables_for_people_name_the_slips() -> None:
     output = _run("tables")
     for text in ("Table 2", "Table 3", "DeepSeek-V3", "1.42", "(lost)"):
         assert text in output
+
+
+def test_tables_are_whole_at_80_columns() -> None:
+    result = CliRunner().invoke(app, ["tables"], env={"COLUMNS": "80"})
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in result.stdout
+    for word in ("qwen3-235b-a22b", "modelled_w", "h100-pcie5_16", "unified-hbm", "quotient"):
+        assert any(word in line for line in lines)
 
 
 def test_models_stand_side_by_side_with_kv_of_16_bits_and_of_8() -> None:

@@ -53,6 +53,15 @@ def test_without_requests_or_figures_there_is_no_advice():
     assert other["w"] == 90.0 and other["advised_w"] is None
 
 
+def test_the_model_stands_beside_what_nvml_measures():
+    metered = {"energy_j_total": 50.0, "modelled_j_total": 60.0}
+    assert node_rows([node("n", 1.0, "nvml", **metered)], [], 0.01)[0]["model_off"] == (
+        pytest.approx(0.2)
+    )
+    for source, totals in (("paced", metered), ("nvml", {"energy_j_total": 50.0}), ("nvml", {})):
+        assert node_rows([node("n", 1.0, source, **totals)], [], 0.01)[0]["model_off"] is None
+
+
 def test_energy_per_token():
     metered = node("n", 1.0, energy_j_total=50.0, step_tokens_total=200)
     assert node_rows([metered], [], 0.01)[0]["j_per_token"] == 0.25
@@ -98,6 +107,7 @@ def test_the_key_is_sent_and_the_rows_are_printed(run):
 
     done = run(answers, "--key", "k")
     assert done.exit_code == 0 and "pcie" in done.output and "W could be freed" in done.output
+    assert "-11.1% to +6.2% off there" in done.output
     assert all(r.headers["authorization"] == "Bearer k" for r in requests)
     found = json.loads(run(answers, "--key", "k", "--json").output)
     assert found["freed_w"] == found["nodes"][0]["freed_w"] > 0

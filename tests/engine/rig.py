@@ -20,7 +20,7 @@ from kappa_engine.forward import Forward
 from kappa_engine.kv_cache import Arena, ArenaSize
 from kappa_engine.step import Pages, prompt_row
 from kappa_engine.transfer import LinkMover, mover_for
-from kappa_engine.weights import Weights, load_weights
+from kappa_engine.weights import HostWeights, Weights, load_weights
 from tests.engine import hf
 
 BLOCK = 4
@@ -28,11 +28,13 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 @cache
-def weights(family: str, dtype: torch.dtype, device: str) -> Weights:
+def weights(
+    family: str, dtype: torch.dtype, device: str, host: HostWeights | None = None
+) -> Weights:
     with tempfile.TemporaryDirectory() as folder:
         path = hf.save(hf.reference(family, dtype), Path(folder))
         config = read_config(path)
-        return load_weights(path, config, dtype=dtype, device=device)
+        return load_weights(path, config, dtype=dtype, device=device, host=host)
 
 
 @dataclass
@@ -90,14 +92,16 @@ def rig(
     blocks: int = 96,
     cpu_threads: int = 0,
     seed: int = 0,
+    host: HostWeights | None = None,
+    mover: LinkMover | None = None,
 ) -> Iterator[Rig]:
-    made = weights(family, dtype, device)
+    made = weights(family, dtype, device, host)
     size = ArenaSize(blocks, blocks, blocks, blocks, block_tokens=BLOCK)
     arena = Arena(made.config.shape, size, dtype=dtype, device=device)
     for type, place in arena.pools:
         # What was never written must not matter.
         arena.tensor(type, place).fill_(torch.nan)
-    mover = mover_for(device)
+    mover = mover or mover_for(device)
     forward = made_with(made, arena, mover, cpu_threads)
     try:
         yield Rig(

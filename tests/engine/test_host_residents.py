@@ -149,10 +149,13 @@ def test_contexts_cross_in_mini_batches_that_the_buffers_hold() -> None:
     with engine("opt", rates=even_rates(), pass_blocks=12, **MODES["host-hybrid"]) as made:
         handles = [submit(made, prompt(n, seed=n), 12) for n in (33, 35, 22, 37)]
         passes, compute = [], made._model.compute
-        made._model.compute = lambda rows: (passes.append(len(rows)), compute(rows))[1]
+        made._model.compute = lambda *rows, **how: (
+            passes.append([*map(len, rows)]),
+            compute(*rows),
+        )[1]
         scores, _ = run(made, *handles)
         assert all(agrees("opt", handle, scores[handle]) for handle in handles)
-        assert 1 in passes and 2 in passes and passes[-1] < 4
+        assert any(len(batches) > 1 and sum(batches) == 4 for batches in passes)
 
 
 def test_planner_keeps_in_host_what_has_no_room_on_the_device() -> None:

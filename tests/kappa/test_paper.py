@@ -132,6 +132,32 @@ def test_stated_overheads_imply_the_peak_kappa_crit() -> None:
     assert paper.pcie_overhead(1024, 1.8) == pytest.approx(0.998, abs=5e-4)
 
 
+def test_quotients_of_two_printed_figures_are_marked() -> None:
+    marked = {case.name for case in paper.cases() if case.quotient}
+    assert {"sharegpt power over TDP", "b200 over h100 compute", "unified over c2c"} < marked
+    assert "405b transfer over compute" not in marked
+    assert len(marked) == 15
+
+
+def test_c2c_one_way_halves_what_the_paper_prints() -> None:
+    of_c2c = {case.name: case for case in paper.cases() if case.one_way is not None}
+    assert len(of_c2c) == 6
+    for name, case in of_c2c.items():
+        factor = 2 if name == "unified over c2c" else 0.5
+        assert case.one_way == pytest.approx(factor * case.recomputed)
+
+
+def test_our_law_misses_what_the_paper_prints() -> None:
+    law = {row["name"]: row["law"] for row in paper.law_rows()}
+    slip = next(slip for slip in paper.SLIPS if slip.name == "weights-read-per-step")
+    compute_ms, ratio = law["405b question compute, ms"], law["405b transfer over compute"]
+    assert slip.holds == f"{compute_ms:.0f} ms, {ratio:.1f}x"
+    # 405.9e9 parameters of two bytes less the table of embeddings, at 3.35 TB/s: 241 ms.
+    assert 238 < 2 * 404e9 / 3.35e12 * 1e3 < compute_ms
+    assert law["qwen3-235b link share, 8K cached and 128 new"] == pytest.approx(0.51, abs=0.01)
+    assert law["qwen3-235b link share, 65K cached and 64 new"] == pytest.approx(0.89, abs=0.01)
+
+
 def test_attention_is_not_negligible_at_65k() -> None:
     growth = {}
     for name in ("llama-3.1-70b", "llama-3.1-405b", "qwen3-30b-a3b", "qwen3-235b-a22b"):

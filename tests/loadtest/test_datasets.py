@@ -20,29 +20,41 @@ TALKS = [
         ],
     }
 ]
+PAGES = [{"Context": "a long filing", "Question": "how much?", "Answer": 5}]
 COMMIT = "1" * 40
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Serves one file of the data set owner/talks, as the hub does."""
+    """Serves one file of the data set owner/talks and all of owner/pages, as the hub does."""
 
     def do_HEAD(self):
         self.answer()
 
     def do_GET(self):
-        self.answer(json.dumps(TALKS).encode())
+        self.answer()
 
-    def answer(self, body=b""):
-        found = self.path == "/" or self.path == (
-            f"/datasets/owner/talks/resolve/main/{SHAREGPT_FILE}"
-        )
+    def answer(self):
+        folder = "/datasets/owner/pages"
+        files = {
+            "/": {},
+            f"/datasets/owner/talks/resolve/main/{SHAREGPT_FILE}": TALKS,
+            f"/api{folder}/revision/main": {"id": "owner/pages", "sha": COMMIT},
+            f"/api{folder}/tree/{COMMIT}?recursive=true&expand=false": [
+                {"type": "file", "path": name, "size": size, "oid": "abc"}
+                for name, size in (("README.md", 9), ("dev.json", len(json.dumps(PAGES))))
+            ],
+            f"{folder}/resolve/{COMMIT}/dev.json": PAGES,
+        }  # fmt: skip
+        body = json.dumps(files.get(self.path)).encode()
+        found = self.path in files
         self.server.requested.append(f"{self.command} {self.path}")
         self.send_response(200 if found else 404)
         self.send_header("ETag", '"abc"')
         self.send_header("X-Repo-Commit", COMMIT)
         if not found:
-            self.send_header("X-Error-Code", "RepoNotFound")
-        self.send_header("Content-Length", str(len(json.dumps(TALKS)) if found else 0))
+            is_there = self.path.startswith(folder)
+            self.send_header("X-Error-Code", "EntryNotFound" if is_there else "RepoNotFound")
+        self.send_header("Content-Length", str(len(body) if found else 0))
         self.end_headers()
         if found and self.command == "GET":
             self.wfile.write(body)
@@ -88,6 +100,14 @@ def test_a_data_set_of_the_hub_is_fetched_once(hub):
     assert hub.requested == requested
 
 
+def test_a_data_set_of_the_hub_is_read_whole(hub):
+    workload = open_workload("hf:owner/pages")
+    assert (workload.name, workload.source) == ("finqa", "DocFinQA, dev.json")
+    (message,) = workload.texts.messages(0, 0, 0)
+    assert message["content"] == "a long filing\n\nhow much?"
+    assert not any("README" in line for line in hub.requested)
+
+
 def test_a_missing_data_set_is_an_error_with_a_remedy(hub):
     with pytest.raises(
         WorkloadError, match=r"hf:owner/none: the hub refused it .* run: hf download owner/none"
@@ -102,9 +122,11 @@ def test_without_a_network_it_says_what_to_do_instead(tmp_path, monkeypatch):
     with pytest.raises(
         WorkloadError,
         match=r"cannot reach http://127.0.0.1:\d+ \(ConnectError\); on a machine that is online, "
-        r"run: hf download owner/talks ShareGPT_V3\S+ --repo-type dataset",
+        r"run: hf download owner/talks --include '\*.parquet' .* --repo-type dataset",
     ):
         open_workload("hf:owner/talks")
+    with pytest.raises(WorkloadError, match=r"run: hf download owner/talks a.json --repo-type"):
+        open_workload("hf:owner/talks/a.json")
 
 
 @pytest.mark.parametrize("name", ["hf:", "hf:talks", "hf:/x"])

@@ -49,7 +49,7 @@ def test_spread_is_about_the_middle_since_the_last_change():
 
 
 def test_fit_leaves_nan_for_its_caller_to_check():
-    theta, some = np.zeros(23), np.full(9, 1e-3)
+    theta, some = np.zeros(23), np.full(len(engine_fit.CONSTANTS), 1e-3)
     prior = engine_fit.Prior(some, some, np.ones(23), np.ones(23))
     engine_fit.fit(table(steps(np.nan, 8)), theta, prior, np.ones(4), np.ones(1))
     assert np.isnan(theta).any()

@@ -258,17 +258,28 @@ def test_cut_short_streams_tell_nothing_of_the_slowdown(tokens):
 
 
 def test_prompts_that_came_meanwhile_are_no_slowdown():
-    # Each token took twice as long as alone, and prompts took half of the time.
+    # Ten tokens of 0.02 s alone took 0.4 s: prompts that came meanwhile took half of the time.
     lateness = Lateness()
+    sent(lateness, "before", "a", 0.0, 0.0, 9.0)
     flights = [sent(lateness, f"p{i}", "a", 0.0, 0.0, 0.0, 0.02) for i in range(20)]
     for flight in flights:
         first_token(lateness, flight, 0.0)
     for i in range(20):
-        sent(lateness, f"prompt{i}", "a", 0.4, 0.0, 1.5 / 20)
-    assert lateness.of("a").prompt_share(0.4) == pytest.approx(0.5)
+        sent(lateness, f"prompt{i}", "a", 0.4, 0.0, 0.01)
     for flight in flights:
         lateness.ended(flight, 0.4, 11)
     assert lateness.of("a").slowdown == pytest.approx(1.0)
+
+
+def test_slowdown_counts_no_prompt_beyond_a_bounded_step():
+    # Steps there last 0.03 s at most, so that tokens of 0.06 s are twice as slow.
+    lateness = Lateness()
+    flight = sent(lateness, "p", "a", 0.0, 0.0, 0.0, 0.02)
+    flight.bounded_s = 0.03
+    first_token(lateness, flight, 0.0)
+    sent(lateness, "prompt", "a", 0.1, 0.0, 0.4)
+    lateness.ended(flight, 0.6, 11)
+    assert lateness.of("a").slowdown == pytest.approx(2.0)
 
 
 def test_outcome_without_a_predicted_tpot_tells_nothing():

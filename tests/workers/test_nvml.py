@@ -49,6 +49,9 @@ def test_power_is_read_once_a_second_from_own_gpus_only(nvml, visible):
     told = reports(power_reporter(announced(), gpus=1), *((t, 0, 0) for t in times))
     assert [r.power_w for r in told] == [0, 0, 0, 250.0, 250.0]
     assert told[-1].power_cap_w == 400.0 and told[-1].power_source == "nvml"
+    assert told[-1].energy_j_total == 250.0
+    # No steps: an H100's idle watts.
+    assert told[-1].modelled_j_total == 153.6
     assert fake.reads == 1
 
 

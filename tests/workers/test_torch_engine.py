@@ -300,11 +300,16 @@ def test_activations_take_their_room_from_the_same_host_memory():
 
 
 @pytest.mark.parametrize(
-    ("planner", "share", "refused"),
-    [("host-kvpr", 1.0, "host-hybrid"), ("host-hybrid", 0.75, "host-kv")],
+    ("planner", "share", "refused", "weights"),
+    [
+        ("host-kvpr", 1.0, "host-hybrid", (0.0, "layers")),
+        ("host-hybrid", 0.75, "host-kv", (0.0, "layers")),
+        ("host-kvpr", 1.0, "host-hybrid", (1.0, "layers")),
+        ("host-hybrid", 0.75, "host-kv", (0.5, "mlp")),
+    ],
 )
 async def test_engine_has_hugging_faces_logits_for_contexts_in_host(
-    tmp_path, planner, share, refused
+    tmp_path, planner, share, refused, weights
 ):
     """Through the body that the decider sends, in double precision, to 1e-10."""
     model = hf.save(hf.reference("opt"), tmp_path / "opt")
@@ -313,8 +318,9 @@ async def test_engine_has_hugging_faces_logits_for_contexts_in_host(
     shape = read_config(model).shape
     limits = EngineLimits(500, BLOCK, 24, 0, 256, 8, "float64")
     bench = Bench(
-        tmp_path, model, shape, limits=limits, planner=planner, act_share=share, approx="never"
-    )
+        tmp_path, model, shape, limits=limits, planner=planner, act_share=share, approx="never",
+        weights=weights,
+    )  # fmt: skip
     async with running(bench):
         runner, scores = bench.engine._core.engine._runner, {}
         compute = runner.compute

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import structs
 
@@ -87,6 +87,8 @@ class WorkerPlan:
     kind: str = "vllm"
     planner: str = ""
     act_share: float = 0.0
+    # Of the layers, the share with weights in host memory, and which part of their weights.
+    weights: tuple[float, Literal["layers", "attention", "mlp"]] = (0.0, "layers")
     cpu_threads: int = 0
     cpu_room_share: float = 1.0
     tier: TierChoice = field(default_factory=TierChoice)
@@ -318,7 +320,7 @@ def announce(
     node = measured_node(node, profile.measured, shape)
     if rates:
         measured = rates_from_measured(rates)
-        step = measured.step
+        step = measured.served_step
         node = replace(
             node,
             h2d_bytes_per_s=measured.h2d_bytes_per_s,

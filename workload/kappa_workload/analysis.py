@@ -119,6 +119,7 @@ def analyse(
     return {
         "workload": workload.name,
         "source": workload.source,
+        "built_in": workload.built_in,
         "notes": list(workload.notes),
         "sessions": len(workload.sessions),
         "requests": len(ratios.new_tokens),

@@ -7,7 +7,6 @@ Source: Azure/AzurePublicDataset (Splitwise, ISCA 2024).
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kappa_workload.reading import SomeTokens, Tokens, WorkloadError, at, numbered_lines
+from kappa_workload.reading import SomeTokens, Tokens, WorkloadError, at, csv_rows
 from kappa_workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
 
 BLOCK_TOKENS = 512
@@ -47,7 +46,7 @@ def read_azure(path: Path) -> Workload:
 
 def _rows(path: Path) -> Iterator[tuple[datetime, int, int]]:
     """(time, prompt tokens, output tokens) of each row; times have no zone, so they compare."""
-    rows = _numbered_rows(path)
+    rows = csv_rows(path)
     header = next(rows, None)
     if header is None:
         raise WorkloadError(f"{path}: is empty")
@@ -70,12 +69,3 @@ def _rows(path: Path) -> Iterator[tuple[datetime, int, int]]:
             empty = False
     if empty:
         raise WorkloadError(f"{path}: holds no requests")
-
-
-def _numbered_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    rows = csv.reader(line for _, line in numbered_lines(path))
-    try:
-        for row in rows:
-            yield rows.line_num, row
-    except csv.Error as error:
-        raise WorkloadError(f"{path}:{rows.line_num}: not CSV ({error})") from error

@@ -126,8 +126,13 @@ class _QuestionRecord(msgspec.Struct):
             return self.output_tokens
         if self.answers is None:
             raise ValueError("fields 'output_tokens' and 'answers' are missing: give one of them")
-        words = sum(len(answer.split()) for answer in self.answers) / len(self.answers)
-        return max(math.ceil(words * TOKENS_PER_WORD), LEAST_OUTPUT_TOKENS)
+        return answer_tokens(self.answers)
+
+
+def answer_tokens(answers: Sequence[str]) -> int:
+    """Tokens of an answer: those of the given ones on average, at least `LEAST_OUTPUT_TOKENS`."""
+    words = sum(len(answer.split()) for answer in answers) / len(answers)
+    return max(math.ceil(words * TOKENS_PER_WORD), LEAST_OUTPUT_TOKENS)
 
 
 def _summaries(path: Path) -> dict[str, tuple[str, int]]:

@@ -6,6 +6,7 @@ with checked columns. Text files may be gzipped (`.gz`).
 
 from __future__ import annotations
 
+import csv
 import gzip
 import math
 import re
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, TypeVar
+from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
@@ -35,6 +36,8 @@ MAX_CONTEXT_TOKENS = 128 * 1024
 
 # Characters in a Llama-2 token of the mini-SWE prompts, on average; 2.5 to 3.7 in single prompts.
 CHARACTERS_PER_TOKEN = 3.07
+
+_ROWS = 64  # of a Parquet file held at a time: each row of NarrativeQA repeats its whole story
 
 TokenCounter = Callable[[str], int]
 
@@ -93,11 +96,15 @@ def at(where: str) -> Iterator[None]:
     except msgspec.ValidationError as error:
         raise WorkloadError(f"{where}: {error}") from error
     except msgspec.DecodeError as error:
-        raise WorkloadError(f"{where}: not JSON ({error})") from error
+        raise WorkloadError(f"{where}: not JSON ({error}){_remedy(error)}") from error
     except RecursionError:
         raise WorkloadError(f"{where}: not JSON of any known format (nested too deep)") from None
     except ValueError as error:
         raise WorkloadError(f"{where}: {error}") from error
+
+
+def _remedy(error: Exception) -> str:
+    return ": the file is cut short, fetch it again" if "truncated" in str(error) else ""
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -154,7 +161,9 @@ def json_items(path: Path, kind: type[T]) -> Iterator[tuple[str, T]]:
     except msgspec.DecodeError as error:
         place = re.search(r"byte (\d+)", str(error))
         line = 1 + text.count(b"\n", 0, int(place[1]) if place else len(text))
-        raise WorkloadError(f"{path}:{line}: not JSON ({error})") from error
+        raise WorkloadError(
+            f"{path}:{line}: not JSON ({error}) in {len(text):,} bytes{_remedy(error)}"
+        ) from error
     except RecursionError:
         raise WorkloadError(f"{path}: not JSON of any known format (nested too deep)") from None
     decode = msgspec.json.Decoder(kind).decode
@@ -165,16 +174,92 @@ def json_items(path: Path, kind: type[T]) -> Iterator[tuple[str, T]]:
         yield where, record
 
 
+def csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """The rows of a CSV file, with the number of the line on which each ends; header included."""
+    rows = csv.reader(line for _, line in numbered_lines(path))
+    try:
+        for row in rows:
+            yield rows.line_num, row
+    except csv.Error as error:
+        raise WorkloadError(f"{path}:{rows.line_num}: not CSV ({error})") from error
+
+
+def csv_records(path: Path, kind: type[T]) -> Iterator[tuple[str, T]]:
+    """The rows of a CSV file with a header, each with its place; columns beyond the struct's are
+    left out.
+
+    Raises:
+        WorkloadError: a row has more or fewer columns than the header, as the last one of a file
+            that is cut short, or is no such record; or there is none.
+    """
+    rows = csv_rows(path)
+    _, header = next(rows, (0, []))
+    empty = True
+    for number, values in filter(lambda row: row[1], rows):
+        with at(f"{path}:{number}"):
+            if len(values) != len(header):
+                raise ValueError(
+                    f"has {len(values)} of {len(header)} columns: if the file is cut short (it has "
+                    f"{path.stat().st_size:,} bytes), fetch it again"
+                )
+            record = msgspec.convert(dict(zip(header, values, strict=True)), kind, strict=False)
+        empty = False
+        yield f"{path}:{number}", record
+    if empty:
+        raise WorkloadError(f"{path}: holds no records")
+
+
+def columns_of(path: Path) -> list[str]:
+    """Names of a Parquet file's columns."""
+    import polars as pl
+
+    with _parquet(path):
+        return list(pl.read_parquet_schema(path))
+
+
+def table_records(path: Path, kind: Any) -> Iterator[tuple[str, Any]]:
+    """The rows of a Parquet file as structs, each with its place; `_ROWS` are held at a time.
+
+    Raises:
+        WorkloadError: the file is absent or damaged, or a row is no such record.
+    """
+    import polars as pl
+
+    names = [f.encode_name for f in msgspec.structs.fields(kind) if f.required]
+    number = 0
+    with _parquet(path):
+        table = pl.scan_parquet(path).select(names)
+        for batch in table.collect_batches(chunk_size=_ROWS, maintain_order=True):
+            for row in batch.iter_rows(named=True):
+                number += 1
+                with at(f"{path}: row {number}"):
+                    record = msgspec.convert(row, kind)
+                yield f"{path}: row {number}", record
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[None]:
+    """Report what polars cannot read as no Parquet file."""
+    import polars as pl
+
+    try:
+        yield
+    except (OSError, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        size = f" of {path.stat().st_size:,} bytes" if path.is_file() else ""
+        raise WorkloadError(
+            f"{path}: not a readable Parquet file ({reason}){size}: if it is cut short, fetch it "
+            "again"
+        ) from error
+
+
 def open_table(path: Path) -> pl.DataFrame:
     """Read a Parquet file with whatever columns it has."""
     # Half a second to import, 170 MB to install, and only tables need it.
     import polars as pl
 
-    try:
+    with _parquet(path):
         return pl.read_parquet(path)
-    except (OSError, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        raise WorkloadError(f"{path}: not a readable Parquet file ({reason})") from error
 
 
 def read_table(

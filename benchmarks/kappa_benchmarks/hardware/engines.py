@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kappa.model import kv_bytes_per_token
+from kappa.plans.cpu_offload import Division
 from kappa.plans.planners import Planning
 from kappa.protocol import TENANT_KEY
 from kappa.settings.cluster import ClusterSettings
@@ -97,8 +98,8 @@ class _Watched(Forward):
 
     last: Tensor
 
-    def compute(self, rows: Sequence[StepRow]) -> Tensor:
-        self.last = super().compute(rows)
+    def compute(self, *batches: Sequence[StepRow], division: Division | None = None) -> Tensor:
+        self.last = super().compute(*batches, division=division)
         return self.last
 
 

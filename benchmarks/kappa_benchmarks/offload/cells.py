@@ -105,6 +105,8 @@ class Group:
     cells: tuple[Cell, ...]
     # That may attend to KV in host memory.
     cpu_threads: int = 0
+    # Of the layers, with weights in host memory.
+    weights: float = 0.0
 
 
 _SMALL = ProfileSettings(
@@ -169,6 +171,12 @@ def _on_cpu(name: str, link_bytes_per_s: float) -> Setting:
     return Setting(name, groups, link_bytes_per_s)
 
 
+def _weights(name: str, link_bytes_per_s: float, cell: DecodeCell, cpu_threads: int = 0) -> Setting:
+    """Papers 000, 002 and 003 with all weights in host memory."""
+    group = Group("opt-small", (cell,), cpu_threads, weights=1.0)
+    return Setting(name, (group,), link_bytes_per_s)
+
+
 def _sparse(name: str, link_bytes_per_s: float) -> Setting:
     """Paper 004, its seconds."""
     return Setting(
@@ -192,6 +200,7 @@ _SMALLEST = Setting(
         Group("opt-tiny", (DecodeCell(2, 24, 4, ("host-kv", "host-kvpr")), PrefixCell(64, 8, ()))),
         Group("opt-tiny", (DecodeCell(8, 24, 9, ("host-kv", "hybrid-100"), held=2),)),
         Group("opt-tiny", (DecodeCell(2, 33, 4, ("host-kv", "cpu-50")),), cpu_threads=1),
+        Group("opt-tiny", (DecodeCell(2, 25, 4, ("host-weights", "host-kvpr")),), weights=1.0),
         Group("llama-tiny", (SparseCell(2, 256, 5), SparseCell(2, 64, 5, (0.5, 1.0), (0.5,)))),
     ),
     40e6, block_tokens=8, profile=_TINY, clo=CloConfig(recent_tokens=16),
@@ -214,6 +223,12 @@ _GPU = Setting(
 SETTINGS: dict[str, Setting] = {
     one.name: one
     for one in (
+        _weights("weights-kvpr", 200e6, DecodeCell(
+            8, 512, 9, ("host-weights", "host-kvpr", "share-50"))),
+        _weights("weights-hybrid", 400e6, DecodeCell(
+            24, 128, 17, ("host-weights", "host-hybrid", "hybrid-50", "hybrid-100"), held=8)),
+        _weights("weights-cpu", 100e6, DecodeCell(2, 128, 9, ("host-weights", "host-cpu")),
+                 cpu_threads=1),
         _plans("cpu-small", 0.0), _plans("cpu-paced", 80e6, short=True),
         _plans("cpu-paced-fast", 600e6), _on_cpu("cpu-offload-small", 0.0),
         _on_cpu("cpu-offload-paced", 600e6), _sparse("clo-cpu", 0.0),

@@ -1,11 +1,12 @@
 """Ways in which the served engine keeps the contexts of requests that decode, by name.
 
-"host-kv" loads KV at every step (the baseline). "host-kvpr" keeps activations beside it and splits
-as served, "kvpr-paper" by paper 000's Eq. 12, "share-N" at N %. "hybrid-N" keeps N % of the blocks
-as activations instead (paper 003), "host-hybrid" as planned, "hybrid-paper" by Algorithm 1 as
-printed. "cpu-*": the CPU attends to part of each context where it lies (paper 002): "cpu-N" to a
-share, "cpu-paper" by bandwidth, "cpu-ahead" by the predicted step. "device": nothing leaves the
-device, a bound. All run the engine's own loop.
+"host-kv" loads KV at every step (the baseline), "host-weights" where weights cross, too;
+"host-cpu" leaves attention, its projections and a share of FC1 to the CPU then (paper 002).
+"host-kvpr" keeps activations beside it and splits as served, "kvpr-paper" by paper 000's Eq. 12,
+"share-N" at N %. "hybrid-N" keeps N % of the blocks as activations instead (paper 003),
+"host-hybrid" as planned, "hybrid-paper" by Algorithm 1 as printed. "cpu-*": the CPU attends to part
+of each context where it lies (paper 002): "cpu-N" to a share, "cpu-paper" by bandwidth, "cpu-ahead"
+by the predicted step. "device": nothing leaves the device, a bound. All run the engine's own loop.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 
+from kappa.plans.cpu_offload import busy_s, divide, layer_times
 from kappa.plans.decoding import (
     activation_share,
     attention_refused,
@@ -34,7 +36,6 @@ from kappa_engine.llm_engine import Engine
 from kappa_engine.sequence import EngineRequest, Sequence
 from kappa_engine.settings import EngineOptions
 
-BASELINE = "host-kv"
 _COPY_STEPS = 3
 # Device blocks of a request beside its chunk: the one that fills, and those that leave.
 _SPARE_BLOCKS = 4
@@ -55,6 +56,8 @@ class Way:
     split: Share | None = None
     # That the CPU attends to; None: no threads for it.
     cpu: Share | None = None
+    # Of a step, where it is not that of the shares.
+    step_s: float = 0.0
     note: str = ""
 
 
@@ -93,8 +96,14 @@ class Policies:
         share = int(rest) / 100 if rest.isdigit() else -1.0
         if name == "device":
             return Way("auto")
-        if name == BASELINE:
-            return Way(BASELINE)
+        if name in ("host-kv", "host-weights"):
+            return Way(name)
+        if name == "host-cpu":
+            times = layer_times(rates, cell.requests, self.full(cell.prompt))
+            found = divide(times)
+            step_s = rates.layers * max(busy_s(times, found))
+            note = f"{', '.join(found.products) or 'attention alone'}, {found.fc1_share:.0%} of FC1"
+            return Way(name, cpu=lambda full: 1.0, step_s=step_s, note=note)
         if name in ("host-hybrid", "hybrid-paper"):
             kv_bytes = self.host_blocks() * bt * rates.kv_bytes
             allocate = allocate_paper if name == "hybrid-paper" else allocate_corrected
@@ -140,15 +149,18 @@ class Policies:
         """Seconds of a step behind `length` tokens of every request. Of its shorter resource one
         layer's share is not hidden."""
         rates, batch, full = self.rates, self.cell.requests, self.full(length)
+        if way.step_s:
+            return way.step_s
         if way.cpu is not None:
             left = round(way.cpu(full) * full / self._bt) * self._bt
             step_s = split_s(rates, batch, full, left)
-            link_s = rates.load.seconds(batch * (full - left))
+            link_s = rates.weights_s + rates.load.seconds(batch * (full - left))
             return step_s + rates.serial_share * min(link_s, step_s)
         acts = self.activations(way, length)
         gpu_s = rates.decode_s(batch, length, acts)[1]
         moved = full - acts + rates.activation_ratio * acts
         link_s = 0.0 if way.planner == "auto" else rates.load.seconds(batch * moved)
+        link_s += rates.weights_s
         return max(link_s, gpu_s) + rates.serial_share * min(link_s, gpu_s)
 
     def activations(self, way: Way, length: int) -> int:
@@ -161,12 +173,14 @@ class Policies:
         """The planner's choice: the baseline, unless the other is worth it."""
         if self.cell.held:
             return max(self.cell.policies, key=lambda name: name == "host-hybrid")
-        own = next((n for n in ("host-kvpr", "cpu-ahead") if n in self.cell.policies), "")
+        own = next(
+            (n for n in ("host-kvpr", "cpu-ahead", "host-cpu") if n in self.cell.policies), ""
+        )
         if not own or (own == "cpu-ahead" and attention_refused(self.rates)):
-            return BASELINE
-        plain_s = self.predicted_s(self.way(BASELINE))
+            return self.cell.policies[0]
+        plain_s = self.predicted_s(self.way(self.cell.policies[0]))
         gain = 1.0 - self.predicted_s(self.way(own)) / plain_s
-        return own if gain >= LEAST_GAIN else BASELINE
+        return own if gain >= LEAST_GAIN else self.cell.policies[0]
 
     def full(self, length: int) -> int:
         """Tokens of a request that are in full blocks: those that are in host memory."""
@@ -213,8 +227,10 @@ def decode_arms(rig: Rig, cell: DecodeCell) -> tuple[list[Arm], dict[str, str]]:
     choice = policies.choice()
     arms = []
     for name in cell.policies:
-        if name.startswith("cpu-") and rig.rates.attend is None:
-            left_out[name] = attention_refused(rig.rates)
+        whole = name == "host-cpu"
+        lacks = rig.rates.attend is None or (whole and rig.rates.multiply is None)
+        if lacks and (whole or name.startswith("cpu-")):
+            left_out[name] = attention_refused(rig.rates) or "products are not measured"
             continue
         way = policies.way(name)
         predicted_s = None if cell.held else policies.predicted_s(way)
@@ -241,7 +257,7 @@ def _decoding(rig: Rig, policies: Policies, way: Way) -> Callable[[], Sample]:
             closing.callback(forward.close)
             planning = Fixed(way, rig.rates, rig.block_tokens)
             engine = Engine(forward, policies.options(way), planning)
-            if way.cpu is not None:
+            if way.cpu is not None and way.planner == "cpu":
                 # The CPU attends to KV in host memory: the prefix must be there and nowhere else.
                 _until_over(engine, _submitted(rig, engine, cell, 1))
                 engine.store.drain(60.0)

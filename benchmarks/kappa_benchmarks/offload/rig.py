@@ -28,7 +28,7 @@ from kappa_engine.forward import Forward
 from kappa_engine.kv_cache import Arena, ArenaSize
 from kappa_engine.profile import ProfileSettings, profile
 from kappa_engine.transfer import Copies, CpuMover, CudaMover, Direction, Event
-from kappa_engine.weights import DTYPES, Weights, load_weights, random_weights
+from kappa_engine.weights import DTYPES, HostWeights, Weights, load_weights, random_weights
 
 LINK = "link-alone"
 """The arm that copies what the baseline loads, with nothing else to do."""
@@ -231,11 +231,11 @@ def loaded(setting: Setting, group: Group, size: ArenaSize) -> Iterator[Forward]
     torch.set_num_threads(1)
     with ExitStack() as closing:
         closing.callback(torch.set_num_threads, threads)
-        folder = trained_folder(group.model)
+        folder, host = trained_folder(group.model), HostWeights(group.weights)
         weights: Weights = (
-            load_weights(folder, config, dtype=dtype, device=device)
+            load_weights(folder, config, dtype=dtype, device=device, host=host)
             if folder
-            else random_weights(config, seed=_SEED, dtype=dtype, device=device)
+            else random_weights(config, seed=_SEED, dtype=dtype, device=device, host=host)
         )
         arena = Arena(config.shape, size, dtype=dtype, device=device)
         closing.callback(arena.close)

@@ -130,8 +130,7 @@ def rows_of(
     cell: DecodeCell | PrefixCell, arms: Sequence[Arm], samples: dict[str, list[Sample]]
 ) -> list[Row]:
     """One row per arm, in their order."""
-    decodes = isinstance(cell, DecodeCell)
-    baseline = policies.BASELINE if decodes else prefixes.BASELINE
+    baseline = cell.policies[0] if isinstance(cell, DecodeCell) else prefixes.BASELINE
     base = samples[baseline]
     alone = statistics.median(one.h2d_bytes / one.link_s / 1e9 for one in samples[LINK])
     lead = leaders(arms)

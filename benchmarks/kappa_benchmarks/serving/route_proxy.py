@@ -9,13 +9,14 @@ import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kappa.host import free_ports
+from kappa.host import free_port, free_ports
 from kappa_benchmarks.harness import (
     Json,
     note,
@@ -26,6 +27,7 @@ from kappa_benchmarks.harness import (
     spread,
     usage_errors,
 )
+from kappa_benchmarks.serving.gateway import AnswersMode, gateway
 from kappa_benchmarks.serving.processes import cpu_by_role
 from kappa_benchmarks.serving.route import EMULATED, HOST, front, process, ready
 from kappa_loadtest.client import Endpoint, EndpointSettings, Prepared
@@ -64,6 +66,10 @@ def route_proxy(
     ] = "1000",
     output: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 8,
     speed: Annotated[float, typer.Option(min=0.1, help="Of the emulated servers.")] = 1000.0,
+    epp: Annotated[
+        AnswersMode | None,
+        typer.Option(help="A foreign gateway asks us; how it lets us see answers."),
+    ] = None,
     json_output: Json = False,
 ) -> None:
     """Seconds that the proxy adds to a first token, what it costs, and requests lost as a server is
@@ -80,14 +86,22 @@ def route_proxy(
             for port in ports
         )  # fmt: skip
         stack.enter_context(process(*first, log=log))
-        servers = {"backends": [{"url": url, "profile": "h100-pcie5"} for url in urls]}
+        servers: dict[str, Any] = {
+            "backends": [{"url": url, "profile": "h100-pcie5"} for url in urls]
+        }
+        if epp:
+            servers["epp"] = {"port": free_port(HOST)}
         with process(*second, log=log):
             for url in urls:
                 ready(url)
-            url, pid = stack.enter_context(front(servers, "on", folder / "j"))
+            url, *pids = stack.enter_context(front(servers, "on", folder / "j"))
+            if epp:
+                asked = gateway(servers["epp"]["port"], ports, folder, epp)
+                url, gateway_pid = stack.enter_context(asked)
+                pids.append(gateway_pid)
             rows = []
             for load in loads:
-                rows.append(asdict(load) | overhead(urls[0], url, pid, load, paired))
+                rows.append(asdict(load) | overhead((urls[0], url), pids, load, paired))
                 added = rows[-1]["added_p50_ms"]
                 note(f"{load.size} bytes, {load.rate:g}/s: {added['median']:.2f} ms added")
         lost = {}
@@ -114,17 +128,19 @@ def loads_of(size: str, rate: str, output: int) -> list[ProxyLoad]:
     return [ProxyLoad(r, int(s), output) for s, r in zip(sizes, each, strict=True)]
 
 
-def overhead(direct: str, through: str, pid: int, load: ProxyLoad, paired: int) -> dict[str, Any]:
-    """TTFTs of requests to a server and through `kappa route`, and CPU-ms of the latter and its
-    children; in turns, so that other work on the machine hits both."""
+def overhead(
+    urls: tuple[str, str], pids: Sequence[int], load: ProxyLoad, paired: int
+) -> dict[str, Any]:
+    """TTFTs of requests to a server and through `kappa route`, by their urls, and CPU-ms of the
+    latter's processes and their children; in turns, so that other work on the machine hits both."""
     ttfts_s: dict[str, list[float]] = {"direct": [], "through": []}
     used_ms, added_ms, sent = list[Counter[str]](), list[float](), paired // _ROUNDS
     for _ in range(_ROUNDS):
         middle_s = list[float]()
-        for name, url in (("direct", direct), ("through", through)):
-            before_s = cpu_by_role(pid)
+        for name, url in zip(ttfts_s, urls, strict=True):
+            before_s = sum(map(cpu_by_role, pids), Counter[str]())
             records = asyncio.run(send(url, sent, load))
-            used_s = cpu_by_role(pid) - before_s
+            used_s = sum(map(cpu_by_role, pids), Counter[str]()) - before_s
             ttfts_s[name] += (now := [ttft_s(r) for r in records if not r.error])
             middle_s.append(statistics.median(now))
         added_ms.append(1e3 * (middle_s[1] - middle_s[0]))

@@ -1,10 +1,11 @@
-"""`kappa demo`: recorded agent sessions on a small unlike cluster, with every decision explained.
+"""`kappa demo`: two acts on a small unlike cluster, with every decision explained.
 
-Starts the cluster (or uses a running one), replays the sessions that ship with the repository, and
-prints a row per request: what was on the device, what came from the host tier, what was computed,
-which node was chosen and why, and how good the prediction was. On a cluster of its own the same
-requests then run under round robin and under prefix affinity: what the choice was worth. Fails if
-the host tier or a node stayed idle, since the demo then showed nothing.
+Starts the cluster (or uses a running one), replays the agent sessions that ship with the
+repository, and prints a row per request: what was on the device, what came from the host tier, what
+was computed, which node was chosen and why, and how good the prediction was. On a cluster of its
+own the same requests then run under policies of others: what the choice was worth. On its own nodes
+a second act follows, long documents that many ask about (`demo_acts`), and a sentence says what was
+gained. Fails if the host tier or a node stayed idle, since the demo then showed nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
@@ -22,7 +23,15 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kappa.slo import OBJECTIVE
-from kappa_deploy.commands.console import Json, percent, print_json, print_table
+from kappa_deploy.commands.console import Json, percent, print_json, print_table, print_text
+from kappa_deploy.commands.demo_acts import (
+    NODES,
+    Act,
+    demo_settings,
+    documents_act,
+    gained,
+    memory_bound_on,
+)
 from kappa_deploy.commands.demo_rows import HEADER, OTHERS, TOKENS, Row, Worth, line, print_compared
 from kappa_deploy.commands.serve import Config, Policy, running, settings_or_exit
 from kappa_loadtest.client import EndpointError
@@ -65,14 +74,24 @@ def demo(
     if url is not None:
         show(url.rstrip("/"), chats, max_tokens, json_output)
         return
-    settings = settings_or_exit(config, policy, port=0)
+    given = {} if config else demo_settings()
+    settings = settings_or_exit(config, policy, port=0, changes=given)
     # Every policy serves all of the requests.
     router = settings.router.model_copy(update={"admission": False})
     settings = settings.model_copy(update={"router": router})
     # A log of decisions replays under one policy; of several deciders one alone would change.
     compare = compare and settings.router.record is None and settings.http.replicas == 1
     with running(settings) as cluster:
-        show(cluster.url, chats, max_tokens, json_output, cluster.use_policy if compare else None)
+        policies = Policies(cluster.use_policy, settings.router.policy) if compare else None
+        act = documents_act(settings) if compare and config is None else None
+        show(cluster.url, chats, max_tokens, json_output, policies, act)
+
+
+class Policies(NamedTuple):
+    """Has the cluster decide by a policy of this name, and the name of its own."""
+
+    use: Callable[[str], None]
+    own: str
 
 
 def show(
@@ -80,11 +99,12 @@ def show(
     chats: Sequence[ChatSession],
     max_tokens: int,
     json_output: bool,
-    use_policy: Callable[[str], None] | None = None,
+    policies: Policies | None = None,
+    act: Act | None = None,
 ) -> None:
     """Replay, print, and exit with 1 if the demo did not show what it is for.
 
-    use_policy: has the cluster decide by another policy; none: nothing is compared.
+    policies: none: nothing is compared. act: what is played under each policy after the chats.
     """
     console = Console(soft_wrap=True, quiet=json_output)
     # Ray and vLLM, once imported, have it log every request.
@@ -93,6 +113,7 @@ def show(
     try:
         before = asyncio.run(node_rows(url))
         console.print(title(before), highlight=False)
+        warn(f"live on the page at {url}/", "dim")
         console.print(HEADER, style="bold", highlight=False)
         is_drawn = console.is_terminal and not json_output
         with Progress(console=console, transient=True, disable=not is_drawn) as progress:
@@ -106,13 +127,16 @@ def show(
         after = asyncio.run(node_rows(url))
         limit_s = OBJECTIVE.ttft_s * before[0]["profile"]["dilation"]
         compared: list[Worth] = []
-        if use_policy is not None:
+        second: Second | None = None
+        if policies is not None:
             compared.append(worth("this", records, limit_s))
             for name, words in OTHERS.items():
                 warn(f"the same {len(records)} requests under {words} …", "dim")
-                use_policy(name)
+                policies.use(name)
                 theirs = _replayed_under(name, url, chats, max_tokens)
                 compared.append(worth(words, theirs, limit_s))
+            if act is not None:
+                second = _second_act(url, act, max_tokens, policies, limit_s)
     except EndpointError as error:
         fail(str(error))
     rows = [to_dict(record) for record in records]
@@ -121,16 +145,56 @@ def show(
     if json_output:
         found = {"url": url, "totals": totals, "faults": faults, "requests": rows}
         beside = [one._asdict() for one in compared]
-        print_json(found | ({"compared": beside} if beside else {}))
+        found |= {"compared": beside} if beside else {}
+        print_json(found | (second.to_dict() if second else {}))
     else:
         _print_totals(totals)
         if compared:
             within = f"goodput: first token within {limit_s:g} s"
             print_compared(f"What the choice was worth ({within})", compared)
+        if second is not None:
+            print_compared(f"Second act, long documents asked by many ({within})", second.compared)
+            print_text(f"{gained('Agents', compared)}\n{second.sentence}")
     for fault in faults:
         warn(f"demo: {fault}", "red")
     if faults:
         raise typer.Exit(1)
+
+
+class Second(NamedTuple):
+    """The second act under every policy."""
+
+    compared: list[Worth]
+    # Requests that were memory-bound on the node behind PCIe, as a share.
+    memory_bound_share: float | None
+    requests_per_node: Mapping[str, int]
+
+    @property
+    def sentence(self) -> str:
+        where = ", ".join(f"{n} on {node}" for node, n in sorted(self.requests_per_node.items()))
+        why = (
+            f"; {percent(self.memory_bound_share)} of the requests are memory-bound behind PCIe, "
+            f"and seconds of link and GPU, which no other here counts, sent {where}"
+        )
+        return gained("Documents", self.compared, why)
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = self._asdict() | {"compared": [one._asdict() for one in self.compared]}
+        return {"second_act": fields | {"gained": self.sentence}}
+
+
+def _second_act(url: str, act: Act, max_tokens: int, policies: Policies, limit_s: float) -> Second:
+    """Play the act under every policy, ours first; what was read is read again under each."""
+    compared, ours = [], list[RequestRecord]()
+    for name, words in {policies.own: "this", **OTHERS}.items():
+        warn(f"long documents: {len(act.asked)} requests under {words} …", "dim")
+        policies.use(name)
+        _replayed_under(f"{name} 2", url, act.read, 1)
+        records = _replayed_under(f"{name} 2", url, act.asked, max_tokens)
+        compared.append(worth(words, records, limit_s))
+        ours = ours or records
+    served = Counter(record.node for record in ours if not record.error)
+    return Second(compared, memory_bound_on(NODES[0]["name"], ours), served)
 
 
 def _replayed_under(
@@ -178,9 +242,11 @@ def title(nodes: Sequence[Row]) -> str:
     if not paced:
         return f"Nodes {names}, at the speed of this machine"
     dilation = paced[0]["profile"]["dilation"]
+    tables = {row["node"]: table for row in paced if (table := row["profile"].get("silicon"))}
+    by = "".join(f"; steps of {node} by {table}" for node, table in tables.items())
     return (
         f"Nodes {names}. PACED: real vLLM with a tiny model, whose steps and loads last as those "
-        f"of {paced[0]['emulated_model']} on these nodes, with 1 s stretched to {dilation:g} s"
+        f"of {paced[0]['emulated_model']} on these nodes, with 1 s stretched to {dilation:g} s{by}"
     )
 
 

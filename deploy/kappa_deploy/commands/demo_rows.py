@@ -7,7 +7,11 @@ from typing import Any, NamedTuple
 
 from kappa_deploy.commands.console import print_table, seconds
 
-OTHERS = {"round_robin": "round robin", "ray_prefix": "prefix affinity (Ray Serve LLM's)"}
+OTHERS = {
+    "ray_prefix": "prefix affinity (Ray Serve LLM's)",
+    "llm_d": "llm-d's rule",
+    "round_robin": "round robin",
+}
 """What ours is compared with: policies of others by our names for them, reimplemented."""
 
 TOKENS = ("device_tokens", "cached_tokens", "new_tokens")

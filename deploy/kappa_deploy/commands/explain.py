@@ -56,7 +56,11 @@ def tables(
     by side, with KV of 16 bits and of 8."""
     with bad_parameter():
         models = [model_row(name, node or _NODES) for name in model or SHAPES]
-    cases = [{"name": c.name, "paper": c.paper, "recomputed": c.recomputed} for c in paper.cases()]
+    cases = [
+        {"name": c.name, "paper": c.paper, "recomputed": c.recomputed, "one_way": c.one_way,
+         "kind": "quotient" if c.quotient else "equation"}
+        for c in paper.cases()
+    ]  # fmt: skip
     nodes = [
         {"node": n.name, "gpu": n.gpu, "link": n.link_name, "gbps": n.peak_link_bytes_per_s / 1e9,
          "load_gbps": n.h2d_bytes_per_s / 1e9, "store_gbps": n.store_bytes_per_s / 1e9,
@@ -73,14 +77,21 @@ def tables(
             paper.table3_rows(),
         ),
         "table5": (
-            "Table 5: watts of a GPU, measured by the paper, and modelled (kappa.power), as are "
-            "the joules of a prompt on its eight GPUs, 40 prompts a step",
+            "Table 5: watts of a GPU, measured by the paper, and modelled (kappa.power, fitted to "
+            "these four averages; off: the residual), as are the joules of a prompt on its eight "
+            "GPUs, 40 prompts a step",
             table5_rows(),
         ),
         "cases": (
             "Case studies and derived figures, recomputed from the paper's own inputs: a check of "
-            "its arithmetic, not a measurement of ours",
+            "its arithmetic, not a measurement of ours; a quotient of two printed figures cannot "
+            "miss; one_way: with the data sheet's 450 GB/s of NVLink-C2C one way",
             cases,
+        ),
+        "law": (
+            "The same figures by our law, which can miss: a step also reads its weights and "
+            "attends to what is cached (kappa.cost, data-sheet rates)",
+            paper.law_rows(),
         ),
         "slips": ("Where the paper slips", slips),
         "nodes": (
@@ -333,7 +344,9 @@ def _ms(value_s: float) -> str:
 
 def _cell(key: str, value: object) -> str:
     if value is None:
-        return "never" if key == "kappa_eff" else "(lost)"
+        return {"kappa_eff": "never", "one_way": "-"}.get(key, "(lost)")
+    if key == "off" and isinstance(value, float):
+        return f"{value:+.1%}"
     if isinstance(value, float):
         return f"{value * 1e3:,.1f} ms" if key.endswith("_s") else f"{value:,.4g}"
     return str(value)

@@ -12,13 +12,16 @@ from typing import Annotated, Any
 
 import typer
 
-from kappa.power import node_power, unnoticed_cap
+from kappa.power import node_power, table5_rows, unnoticed_cap
 from kappa_deploy.commands import console
 from kappa_router.console import fail
 
 _DECISIONS = 4096
 _TIMEOUT_S = 30.0
-_COLUMNS = ("node", "GPU", "W", "cap W", "source", "J/token", "advised cap W", "TTFT +", "freed W")
+_COLUMNS = (
+    "node", "GPU", "W", "cap W", "source", "model off", "J/token", "advised cap W", "TTFT +",
+    "freed W",
+)  # fmt: skip
 
 
 def power(
@@ -40,24 +43,42 @@ def power(
             "is no NVML",
             2,
         )
+    table5 = table5_rows()
     freed_w = sum(row["freed_w"] or 0.0 for row in rows)
     if json_output:
         about = {"machine": console.machine(), "command": console.command()}
-        console.print_json({"nodes": rows, "freed_w": freed_w, "tolerance": tolerance, **about})
+        found = {"nodes": rows, "freed_w": freed_w, "tolerance": tolerance, "table5": table5}
+        console.print_json(found | about)
         return
-    figures = ("w", "cap_w", "source", "j_per_token", "advised_w", "ttft_growth", "freed_w")
+    figures = (
+        "w",
+        "cap_w",
+        "source",
+        "model_off",
+        "j_per_token",
+        "advised_w",
+        "ttft_growth",
+        "freed_w",
+    )
     cells = [[row["node"], row["gpu"], *(_cell(key, row[key]) for key in figures)] for row in rows]
     console.print_table(None, _COLUMNS, cells, left=2)
     console.print_text(
         f"{freed_w:.0f} W could be freed at a mean TTFT within {tolerance:.1%}; advice only, "
-        "nothing was changed. model, paced: by the catalogue, not measured"
+        "nothing was changed. model, paced: by the catalogue, not measured; model off: the model's "
+        "joules over NVML's, since the worker began"
+    )
+    misses = [float(row["off"]) for row in table5]
+    console.print_text(
+        f"the model, fitted to the four averages of paper 001's Table 5, is {min(misses):+.1%} to "
+        f"{max(misses):+.1%} off there (each row: kappa tables)"
     )
 
 
 def node_rows(
     nodes: Iterable[Mapping[str, Any]], decisions: Iterable[Mapping[str, Any]], tolerance: float
 ) -> list[dict[str, Any]]:
-    """A row for each of `/v1/nodes`: draw and cap in watts, joules per token, the advised cap, and
+    """A row for each of `/v1/nodes`: draw and cap in watts, how far
+    the model is off where NVML measures, as a share, joules per token, the advised cap, and
     the watts between the caps; figures are None where there are none."""
     waits_s = defaultdict(list)
     for decision in decisions:
@@ -78,12 +99,14 @@ def _row(
     source = str(totals.get("power_source") or "")
     cap_w = float(totals["power_cap_w"]) if source else 0.0
     tokens, joules = totals.get("step_tokens_total"), totals.get("energy_j_total")
+    modelled = totals.get("modelled_j_total")
     known, advised_w, growth = node_power(gpu, cap_w), None, None
     if known is not None and waits_s:
         advised_w, growth = unnoticed_cap(known, waits_s, tolerance)
     return {
         "node": node["node"], "worker": node["worker"], "gpu": gpu, "source": source,
         "w": float(totals["power_w"]) if source else None, "cap_w": cap_w or None,
+        "model_off": modelled / joules - 1 if source == "nvml" and modelled and joules else None,
         "requests": len(waits_s), "j_per_token": joules / tokens if tokens and joules else None,
         "advised_w": advised_w, "ttft_growth": growth,
         "freed_w": None if advised_w is None else cap_w - advised_w,
@@ -91,7 +114,7 @@ def _row(
 
 
 def _cell(key: str, value: Any) -> str:
-    if key == "ttft_growth":
+    if key in ("ttft_growth", "model_off"):
         return console.percent(value)
     if value is None or key == "source":
         return value or "-"

@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -149,16 +149,17 @@ def settings_or_exit(
     log_level: str | None = None,
     allow_open: bool = False,
     defaults: bool = False,
+    changes: Mapping[str, Any] | None = None,
 ) -> ClusterSettings:
     """Settings from file and options; on a fault prints it and exits with 2. `defaults`: those of
-    this machine, as there is no file."""
+    this machine, as there is no file; changes: go before the file."""
     given: dict[str, dict[str, Any]] = {
         "router": {"policy": policy},
         "http": {"port": port, "host": host},
         "access": {"allow_open": allow_open or None},
     }
     try:
-        changes: dict[str, Any] = {}
+        changes = dict(changes or {})
         if defaults:
             from kappa_deploy.app.machine import read_machine, settings_without_file
 

@@ -29,7 +29,9 @@ _LEAST_SHOWN = 0.1  # an axis of logarithms has no zero
 def workload(
     name: Annotated[
         str,
-        typer.Argument(help="A built-in workload, a file, or hf:OWNER/NAME for a hub data set."),
+        typer.Argument(
+            help="A built-in workload, a file, a published data set's folder, or hf:OWNER/NAME."
+        ),
     ],
     cluster: console.ClusterName = "mixed",
     model: console.ModelName = "llama-3.1-8b",
@@ -38,7 +40,8 @@ def workload(
         str | None, typer.Option(help="A tokenizer.json or a model's folder, to measure texts.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Read no more conversations of ShareGPT texts.")
+        int | None,
+        typer.Option(min=1, help="Read no more talks, questions or records of texts."),
     ] = None,
     as_cut: Annotated[
         bool, typer.Option("--as-cut", help="ShareGPT lengths without the estimated history.")
@@ -153,10 +156,11 @@ def _print(figures: dict[str, Any], where: SimulatedCluster) -> None:
             )
             for r in figures["paper"]
         ]
-        console.print_table(
-            "beside the paper's figures", ("paper 001", "", "paper", "ours"), beside, left=2
-        )
-        console.print_text(figures["why_ours_differ"])
+        ours = "ours" if figures["built_in"] else "this file"
+        beside_columns = ("paper 001", "", "paper", ours)
+        console.print_table("beside the paper's figures", beside_columns, beside, left=2)
+        if figures["why_ours_differ"]:
+            console.print_text(figures["why_ours_differ"])
 
 
 def _number(value: float) -> str:

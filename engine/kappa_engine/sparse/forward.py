@@ -63,7 +63,8 @@ class SparseForward:
                 waiting = self.cache.look_up(index, queries, view)
             self.cache.arrived(waiting)
             attended = attend(self.slots, index, queries, view)
-            hidden, waiting = layers.finish(hidden, attended, layer, self.config), following
+            hidden = layers.project_out(hidden, attended, layer, self.config)
+            hidden, waiting = layers.feed_forward(hidden, layer, self.config), following
         self.slots.end(view, take_block)
         last = hidden.view(len(view.slots), view.new, -1)[:, -1]
         return layers.logits(last, self.weights)

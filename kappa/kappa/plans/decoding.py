@@ -151,7 +151,8 @@ def split_s(rates: PlanRates, batch: int, context_tokens: int, cpu_tokens: float
     share = cpu_tokens / context_tokens if context_tokens else 0.0
     gpu_s = all_s - share * (all_s - none_s)
     cpu_s = _attend(busy).seconds(batch * cpu_tokens) if cpu_tokens else 0.0
-    return max(busy.load.seconds(batch * (context_tokens - cpu_tokens)), gpu_s + cpu_s)
+    link_s = busy.weights_s + busy.load.seconds(batch * (context_tokens - cpu_tokens))
+    return max(link_s, gpu_s + cpu_s)
 
 
 def split_context(
@@ -171,7 +172,7 @@ def split_context(
     busy = rates.attending()
     attend = _attend(busy)
     none_s, all_s = (rates.decode_s(batch, s)[1] for s in (0, context_tokens))
-    lead_s = busy.load.seconds(batch * context_tokens) - all_s - attend.fixed_s
+    lead_s = busy.weights_s + busy.load.seconds(batch * context_tokens) - all_s - attend.fixed_s
     each_s = batch * (attend.per_token_s + busy.load_token_s)
     each_s -= (all_s - none_s) / max(context_tokens, 1)
     balance = lead_s / each_s if each_s > 0 else float(context_tokens)

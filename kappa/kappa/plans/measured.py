@@ -317,6 +317,13 @@ def _fitted_rates(data: Mapping[str, Any]) -> PlanRates:
             beside = data["attend"]
         except ValueError:
             attend = None
+    multiply = None
+    if data.get("multiply") is not None:
+        try:
+            multiply = line("FC1 on the CPU", data["multiply"])
+        except ValueError:
+            multiply = None
+    sizes = tuple(map(float, data.get("matrix_bytes", (1.0, 1.0, 1.0, 1.0))))
     prefill = grid(data["grid"], "new_tokens", "context_tokens")
     decode = data.get("decode")
     return PlanRates(
@@ -333,6 +340,9 @@ def _fitted_rates(data: Mapping[str, Any]) -> PlanRates:
         attend=attend,
         h2d_attending=min(1.0, float(beside["h2d_bytes_per_s"]) / alone),
         attend_loading=min(1.0, float(beside["share_while_loading"])),
+        weights_s=float(data.get("weights_s", 0.0)),
+        multiply=multiply,
+        matrix_bytes=(sizes[0], sizes[1], sizes[2], sizes[3]),
     )
 
 
@@ -359,5 +369,5 @@ def as_measured(rates: PlanRates, model: str, device: str) -> dict[str, Any]:
             "new_tokens": list(new), "context_tokens": list(context),
             "seconds": [[rates.prefill_s(n, s) for s in context] for n in new],
         },
-        "h2d_bytes_per_s": link,
+        "h2d_bytes_per_s": link, "weights_s": rates.weights_s,
     }  # fmt: skip

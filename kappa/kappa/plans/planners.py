@@ -11,8 +11,10 @@ in host memory (C), as "auto" does with what exceeds a request's room on the dev
 Planners called "host-*" leave all of a request's context in host memory while it runs, its answer
 too: "host-kv" loads KV at every step, "host-kvpr" by KVPR's split (paper 000) of KV and activations
 that are both there, "host-hybrid" blocks that are there as one or the other (paper 003);
-"host-auto" does so with what exceeds a request's room on the device. A pool has those that its
-own planner has stored for (`host_planners`).
+"host-auto" does so with what exceeds a request's room on the device; "host-weights" is "host-kv"
+where weights are in host memory, too (FlexGen's schedule), with which the others are compared;
+"host-cpu" leaves attention, its projections and a share of FC1 to the CPU then (paper 002). A pool
+has those that its own planner has stored for (`host_planners`).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from kappa.cost import TokenCounts, least_ratio
+from kappa.plans.cpu_offload import Division, busy_s, divide, layer_times
 from kappa.plans.decoding import attention_refused, split_ahead, split_context, split_paper, split_s
 from kappa.plans.load_plan import Kind, LoadPlan, Segment, from_runs, layout
 from kappa.plans.rates import PlanRates
@@ -124,7 +127,7 @@ def kappa_eff(rates: PlanRates, policy: Policy, new_tokens: float) -> float:
 
     def bound(ratio: float) -> bool:
         costs = Costs(rates, ratio * new_tokens, new_tokens)
-        return policy_ttft_s(costs, policy) >= 2.0 * costs.plain_s
+        return policy_ttft_s(costs, policy) >= 2.0 * max(costs.plain_s, rates.weights_s)
 
     return least_ratio(bound)
 
@@ -153,6 +156,8 @@ _NEEDS = {
     "host-hybrid": " (it needs activations instead of KV: set the pool's planner to it)",
     "host-kv": " (it needs a pool whose planner is host-kv, host-kvpr or host-auto)",
     "host-auto": " (it needs a pool whose planner is one of host-*)",
+    "host-weights": " (it needs weights in host memory: set the pool's planner to it)",
+    "host-cpu": " (it needs weights in host memory: set the pool's planner to it)",
 }
 HOST_AUTO = "host-auto"
 
@@ -166,6 +171,8 @@ def host_planners(planner: str, act_share: float) -> tuple[str, ...]:
         return ()
     if planner == "host-hybrid":
         return HOST_AUTO, planner
+    if planner in ("host-weights", "host-cpu"):
+        return HOST_AUTO, "host-kv", planner
     both = planner == "host-kvpr" or (planner == HOST_AUTO and act_share > 0)
     return (HOST_AUTO, "host-kv", "host-kvpr") if both else (HOST_AUTO, "host-kv")
 
@@ -252,6 +259,13 @@ class Planning:
             return 0.0
         return split_ahead(self.rates, batch, context_tokens).share
 
+    def division(self, batch: int, context_tokens: int) -> Division:
+        """What the CPU computes of a step of `batch` contexts in host memory besides attention;
+        where its products are not measured, those of attention."""
+        if self.rates is None or self.rates.multiply is None or self.rates.attend is None:
+            return Division(("qkv", "out"))
+        return divide(layer_times(self.rates, batch, context_tokens))
+
     def on_cpu(self, kept_tokens: int) -> int:
         """Tokens that the CPU attends to as a request decodes, of `kept_tokens` in host memory; the
         rest crosses the link at every step. All of them where no rates are known."""
@@ -284,6 +298,9 @@ class Planning:
         plan = self.priced(request, segments, "its context stays in host memory, as set")
         if self.rates is None or not request.cached:
             return plan
+        if "host-cpu" in self._host and self.rates.multiply is not None:
+            times = layer_times(self.rates, 1, request.cached)
+            return replace(plan, step_s=self.rates.layers * max(busy_s(times, divide(times))))
         both = "host-kvpr" in self._host
         act = self.split_share(1, request.cached) * request.cached if both else request.held
         return replace(plan, step_s=max(self.rates.decode_s(1, request.cached, act)))

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from kappa.checks import check_positive, check_share
+from kappa.checks import check_not_negative, check_positive, check_share
 from kappa.cost import (
     StepModel,
     chunk_work,
@@ -165,6 +165,13 @@ class PlanRates:
     attend_loading: float = 1.0
     # Measured decoding steps; the axes are sequences, and the context tokens of all of them.
     decode: ComputeGrid | None = None
+    # In which the weights that lie in host memory cross the link, at every step; it is beside
+    # `step` and the grids, whose seconds are those of computing alone.
+    weights_s: float = 0.0
+    # Seconds of the CPU, over all layers, for FC1 of n tokens; None where it is not measured.
+    multiply: LineFit | None = None
+    # Of one layer's matrices that cross: queries, keys and values; output; FC1; FC2.
+    matrix_bytes: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 1.0)
 
     def __post_init__(self) -> None:
         for fit in (self.load, self.project, self.attend):
@@ -172,6 +179,7 @@ class PlanRates:
                 fit.require()
         check_positive(self, "layers", "kv_bytes", "activation_bytes")
         check_share(self, "h2d_attending", "attend_loading")
+        check_not_negative(self, "weights_s")
         if self.overlap is not None and not 0.0 <= self.overlap <= 1.0:
             raise ValueError(f"PlanRates.overlap is {self.overlap}: give a share in [0, 1]")
 
@@ -206,6 +214,11 @@ class PlanRates:
         return self.kv_bytes / self.attend.per_token_s if self.attend is not None else 0.0
 
     @property
+    def served_step(self) -> StepModel:
+        """The step as it is served: no shorter than its weights take to cross."""
+        return replace(self.step, weights_s=max(self.step.weights_s, self.weights_s))
+
+    @property
     def serial_share(self) -> float:
         """1 - overlap: what of the shorter of link and gpu time is not hidden."""
         return 1.0 / self.layers if self.overlap is None else 1.0 - self.overlap
@@ -236,11 +249,12 @@ class PlanRates:
         self, batch: int, context_tokens: int, activations: float = 0.0
     ) -> tuple[float, float]:
         """(link, gpu) seconds of a decoding step of `batch` sequences that loads all context again:
-        `activations` of each one's `context_tokens` from activations, the rest as KV.
+        `activations` of each one's `context_tokens` from activations, the rest as KV; the weights
+        that lie in host memory cross beside them.
         """
         loaded = context_tokens - activations + self.activation_ratio * activations
         gpu_s = self.decode_gpu_s(batch, context_tokens) + self.project.seconds(batch * activations)
-        return self.load.seconds(batch * loaded), gpu_s
+        return self.weights_s + self.load.seconds(batch * loaded), gpu_s
 
     def attending(self) -> PlanRates:
         """The same node while its CPU attends and its link loads: each slows the other down."""
@@ -249,6 +263,10 @@ class PlanRates:
             self,
             load=self.load.scaled(1.0 / self.h2d_attending),
             attend=None if attend is None else attend.scaled(1.0 / self.attend_loading),
+            multiply=(
+                None if self.multiply is None else self.multiply.scaled(1.0 / self.attend_loading)
+            ),
+            weights_s=self.weights_s / self.h2d_attending,
             h2d_attending=1.0,
             attend_loading=1.0,
         )

@@ -72,9 +72,16 @@ class Costs:
         return (self._pairs, self.device, 0.5)
 
     def load_s(self, split: Split) -> float:
-        """Link seconds: KV of the tokens that are loaded, and activations."""
+        """Link seconds: KV of the tokens that are loaded, and activations; before them the weights
+        that cross at every step."""
         loaded = self.cached - split.recompute - split.activations
-        return self.rates.load.seconds(loaded + self.rates.activation_ratio * split.activations)
+        loaded += self.rates.activation_ratio * split.activations
+        return self.rates.weights_s + self.rates.load.seconds(loaded)
+
+    @property
+    def first_load_s(self) -> float:
+        """Link seconds that no split changes, as long as something is loaded."""
+        return self.rates.weights_s + self.rates.load.fixed_s
 
     def compute_s(self, split: Split) -> float:
         """Gpu seconds: the new tokens, the recomputed ones, and the projection.
@@ -161,7 +168,7 @@ def best_tail(costs: Costs, block_tokens: int = 0) -> Best:
 
 def _recompute(costs: Costs, block_tokens: int, *, tail: bool) -> Best:
     mu, cached = costs.rates.load_token_s, costs.cached
-    load: Poly = (mu * cached + costs.rates.load.fixed_s, -mu, 0.0)
+    load: Poly = (mu * cached + costs.first_load_s, -mu, 0.0)
     xs = costs.crossings(load, costs.pieces(tail=tail))
     xs = rounded(xs, cached, block_tokens, anchor=cached if tail else 0.0)
     return costs.best(Split(x, tail=tail and x > 0) for x in xs)
@@ -178,7 +185,7 @@ def best_activations(
     rates, cached = costs.rates, costs.cached
     mu, rho = rates.load_token_s, rates.activation_ratio
     most = max(0.0, (cached if held_tokens is None else min(cached, held_tokens)) - recompute)
-    load: Poly = (mu * (cached - recompute) + rates.load.fixed_s, -(1.0 - rho) * mu, 0.0)
+    load: Poly = (mu * (cached - recompute) + costs.first_load_s, -(1.0 - rho) * mu, 0.0)
     plain_s = costs.compute_s(Split(recompute))
     compute: Poly = (plain_s + rates.project.fixed_s, rates.project_token_s, 0.0)
     xs = rounded(costs.crossings(load, [compute]), most, block_tokens, anchor=-recompute)
@@ -199,8 +206,7 @@ def best_mixed(costs: Costs, block_tokens: int = 0, held_tokens: float | None = 
     found = [best_prefix(costs, block_tokens)]
     found += [best_activations(costs, block_tokens, held, front) for front in fronts]
     mu, rho = costs.rates.load_token_s, costs.rates.activation_ratio
-    fixed_s = costs.rates.load.fixed_s
-    load: Poly = (mu * (cached - held + rho * held) + fixed_s, -mu * rho, 0.0)
+    load: Poly = (mu * (cached - held + rho * held) + costs.first_load_s, -mu * rho, 0.0)
     xs = costs.crossings(load, costs.pieces(activations=(held, -1.0, 0.0)))
     fronts = rounded(xs, held, block_tokens)
     found.append(costs.best(Split(front, held - front) for front in fronts))
@@ -299,8 +305,9 @@ def predict(costs: Costs, segments: Sequence[Segment], why: str = "as given") ->
     return replace(
         shape,
         ttft_s=costs.ttft_s(load_s, compute_s),
-        load_s=load_s,
-        compute_s=compute_s,
+        # Of a step that waits for its weights, that is what computing takes.
+        load_s=load_s - rates.weights_s,
+        compute_s=max(compute_s, rates.weights_s),
         load_bytes=loaded * rates.kv_bytes + split.activations * rates.activation_bytes,
         why=why,
     )

@@ -103,7 +103,8 @@ def changed_sections(
     for section, given in options.items():
         changed = {name: value for name, value in given.items() if value is not None}
         if changed:
-            changes[section] = {**getattr(settings, section).model_dump(), **changed}
+            there: Section | None = getattr(settings, section)
+            changes[section] = {**(there.model_dump() if there else {}), **changed}
     return changes
 
 

@@ -62,6 +62,17 @@ class SparseSection(Section):
         return self
 
 
+class WeightsSection(Section):
+    """Where the matrices of a model's layers lie; in host memory, they cross the link at every
+    step, two layers of them at a time on the device."""
+
+    place: Literal["device", "host"] = "device"
+    share: Finite = Field(1.0, ge=0, le=1, description="of the layers, in host memory; evenly")
+    part: Literal["layers", "attention", "mlp"] = Field(
+        "layers", description="of each of these layers; attention: queries, keys, values, output"
+    )
+
+
 BUILT_IN = ("fair", "fcfs", "stock")
 """Rules that are always there; entry points of `kappa.scheduling_rules` add others."""
 
@@ -149,7 +160,8 @@ EngineKind = Literal["vllm", "torch", "emulated"]
 
 PlannerName = Literal[
     "auto", "kv", "kvpr", "hybrid", "recompute", "cpu", "tail", "host-auto", "host-kv",
-    "host-kvpr", "host-hybrid",
+    "host-kvpr", "host-hybrid", "host-weights",
+    "host-cpu",
 ]  # fmt: skip
 
 HostTierName = Literal["auto", "own", "native", "lmcache", "stock"]
@@ -251,6 +263,7 @@ class EngineSettings(Section):
         description="share of stored blocks kept as activations, too; 1 unless hybrid; of planner "
         "host-hybrid: instead, and 0: as planned; torch only",
     )
+    weights: WeightsSection = WeightsSection()
     cpu_threads: int = Field(
         0,
         ge=0,
@@ -341,12 +354,24 @@ class EngineSettings(Section):
         if torch and self.dtype in ("auto", "half", "float"):
             yield (f"dtype is {self.dtype}, and kind torch wants it by its whole name: use "
                    "float32, bfloat16 or float16")  # fmt: skip
+        if self.weights.place == "host" and not torch:
+            yield f"weights.place host needs kind torch, and this is {kind}"
+        if self.weights.place == "host" and self.approx != "never":
+            yield (
+                f"weights.place host and approx {self.approx}: sparse decoding has all weights on "
+                "the device; give approx never"
+            )
         if self.cpu_threads and (not torch or host == 0):
             yield "cpu_threads needs kind torch and host_bytes above zero"
+        if planner in ("host-weights", "host-cpu") and self.weights.place != "host":
+            yield f"planner {planner} needs weights.place host, or use host-kv"
+        if planner == "host-cpu" and not self.cpu_threads:
+            yield "planner host-cpu needs cpu_threads above zero: who else would attend"
         if planner.startswith("host-") and host == 0:
             yield f"planner {planner} needs host_bytes above zero: it keeps KV there"
         share = self.act_share
-        if {"host-kv": share > 0, "host-kvpr": 0 < share < 1}.get(planner):
+        kv_alone = dict.fromkeys(("host-kv", "host-weights", "host-cpu"), share > 0)
+        if {**kv_alone, "host-kvpr": 0 < share < 1}.get(planner):
             yield (f"act_share is {share} with planner {planner}: leave it out, since host-kv "
                    "stores no activations and host-kvpr those of every block")  # fmt: skip
         if planner == "cpu" and not self.cpu_threads:

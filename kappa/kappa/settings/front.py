@@ -167,10 +167,39 @@ class ListenSettings(HttpSettings):
     )
 
 
+class PoolSettings(Section):
+    """An InferencePool, from which the servers are taken instead of `backends`."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[a-z0-9.-]+$")] = Field(
+        description="NAMESPACE/NAME"
+    )
+    profile_label: str = Field(
+        "kappa-serve/profile",
+        description="pods' label that names their profile; without it the node's "
+        "nvidia.com/gpu.product does",
+    )
+    profiles: dict[str, ProfileName] = Field(
+        default_factory=dict, description="profile by what the label says, besides the catalogue"
+    )
+    shape: ShapeName | None = Field(None, description="as of a backend, of all pods")
+    host_tokens: int = Field(0, ge=0, description="as of a backend, of all pods")
+    events_port: int | None = Field(
+        None, ge=1, le=65535, description="where pods publish KV events; ranks at those that follow"
+    )
+
+
+class PickerSettings(Section):
+    """The endpoint picker of a gateway (Gateway API Inference Extension), instead of an Envoy of
+    our own; `http` is then the address of our own paths."""
+
+    port: int = Field(9002, ge=0, le=65535, description="of gRPC, at http.host; 0: any free one")
+    pool: PoolSettings | None = Field(None, description="none: the servers are those of backends")
+
+
 class FrontSettings(Section):
     """`kappa route`: servers, and how requests are routed among them."""
 
-    backends: tuple[BackendSettings, ...]
+    backends: tuple[BackendSettings, ...] = ()
     probe: ProbeSettings = ProbeSettings()
     first_byte_s: Finite = Field(
         60.0, gt=0, description="a streamed answer that has not begun by then is sought elsewhere"
@@ -192,6 +221,9 @@ class FrontSettings(Section):
     access: AccessSettings = AccessSettings()
     http: ListenSettings = ListenSettings()
     observing: ObservingSettings = ObservingSettings()
+    epp: PickerSettings | None = Field(
+        None, description="pick servers for a gateway that passes the requests on itself"
+    )
     block_tokens: int = Field(
         16, ge=1, le=4096, description="of servers that publish events: vLLM's --block-size"
     )
@@ -229,8 +261,9 @@ class FrontSettings(Section):
 
     @model_validator(mode="after")
     def _unlike(self) -> FrontSettings:
-        if not self.backends:
-            raise ValueError("backends: give at least one server")
+        pool = self.epp.pool if self.epp is not None else None
+        if bool(self.backends) == (pool is not None):
+            raise ValueError("backends: give at least one server, and none beside epp.pool")
         for what in ("url", "worker"):
             seen = [getattr(one, what) for one in self.backends]
             twice = sorted({one for one in seen if seen.count(one) > 1})
@@ -251,7 +284,29 @@ class FrontSettings(Section):
                 "not there, and tenants.unknown: refuse nobody without a key: give "
                 "http.decider_away: refuse"
             )
+        if self.epp is not None:
+            self._fit_a_gateway()
         return self
+
+    def _fit_a_gateway(self) -> None:
+        """Raises ValueError for what only an Envoy of our own does."""
+        for one in self.backends:
+            parts = urlsplit(one.url)
+            if parts.scheme != "http" or parts.path or one.key_env:
+                raise ValueError(
+                    f"backends: {one.url} has TLS, a path or a key; before it stands the gateway "
+                    "(epp): give http://HOST:PORT, and configure the rest there"
+                )
+            if one.data_parallel_size > 1:
+                raise ValueError(
+                    f"backends: a gateway (epp) cannot name a rank of {one.url}: give each rank a "
+                    "port (vLLM: --data-parallel-external-lb) and list it as a server"
+                )
+        if "://" in self.present or self.http.decider_away != "refuse":
+            raise ValueError(
+                "epp: requests pass the gateway alone: name no balancer as present, and leave "
+                "http.decider_away as it is (the pool's failureMode says it)"
+            )
 
 
 def backend_of(text: str) -> dict[str, str]:

@@ -223,6 +223,10 @@ DECIDER_AWAY = Fault(
 DOOR_OVERLOADED = Fault(
     503, "overloaded", "The front door is out of memory or connections; try again later.",
     retry_after_s=2.0)
+GATEWAY_MISCONFIGURED = Fault(
+    503, "gateway_misconfigured",
+    "The gateway does not send request bodies to its endpoint picker as they come; its operator "
+    "must set request_body_mode: FULL_DUPLEX_STREAMED.")
 NO_SERVER_LEFT = Fault(
     503, "no_worker", "None of the workers that the request may go to can be reached; try again.",
     retry_after_s=1.0)

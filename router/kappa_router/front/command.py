@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kappa.compiled import COMPILES
 from kappa.settings.base import changed_sections
 from kappa.settings.front import FrontSettings, backend_of, load_front_settings
 from kappa_router.console import fail, warn
@@ -49,6 +50,12 @@ def route(
     journal: Annotated[
         Path | None, typer.Option(help="Write here what was decided and came of it.")
     ] = None,
+    epp: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Pick servers for a gateway instead (ext-proc), at this port."
+        ),
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
 ) -> None:
     """Route requests among OpenAI-compatible servers, until Ctrl-C."""
@@ -58,7 +65,7 @@ def route(
         backend or [], config,
         {"log_level": log_level, "present": present, "journal": str(journal) if journal else None},
         {
-            "http": {"port": port, "host": host},
+            "http": {"port": port, "host": host}, "epp": {"port": epp},
             "access": {"allow_open": allow_open or None}, "router": {"mode": mode},
         },
     )  # fmt: skip
@@ -71,8 +78,12 @@ def route(
 
 
 def _announce(settings: FrontSettings, url: str) -> None:
-    servers = ", ".join(one.url for one in settings.backends)
-    warn(f"routing {url}/v1 among {servers}; watch it at {url}/", "dim")
+    pool = settings.epp.pool if settings.epp else None
+    servers = pool.name if pool else ", ".join(one.url for one in settings.backends)
+    what = "picking for a gateway" if settings.epp else f"routing {url}/v1"
+    warn(f"{what} among {servers}; watch it at {url}/", "dim")
+    if not COMPILES:
+        warn("each decision takes milliseconds; with kappa-router[fast] less than one", "dim")
 
 
 def _serve(settings: FrontSettings) -> None:
@@ -86,7 +97,7 @@ def _serve(settings: FrontSettings) -> None:
     try:
         with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
             runner.run(serve(settings, partial(_announce, settings)))
-    except EnvoyError as error:
+    except (EnvoyError, OSError) as error:
         fail(str(error), 1)
 
 

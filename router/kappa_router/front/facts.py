@@ -1,7 +1,8 @@
 """Facts that a server tells of itself: its models, the sizes of its caches, its load. Pure.
 
-Read from `/v1/models` and from `/metrics` as vLLM and SGLang write them; of any other server only
-the models are known. What cannot be read is left out, never guessed.
+Read from `/v1/models` and from `/metrics` as vLLM, SGLang and TensorRT-LLM write them (llm-d's
+`plugin-metric-protocol.md` lists their names); of any other server only the models are known. What
+cannot be read is left out, never guessed.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import msgspec
@@ -32,13 +33,27 @@ _NAMES = {
     "vllm:kv_offload_load_time_total": "load_s",
     "vllm:kv_offload_load_size_count": "loads",
     "sglang:max_total_num_tokens": "device_tokens",
+    "trtllm_num_requests_running": "running",
+    "trtllm_num_requests_waiting": "waiting",
+    "trtllm_kv_cache_tokens_per_block": "block_tokens",
+    "trtllm_kv_cache_max_blocks": "blocks",
 }
-_INFO = "vllm:cache_config_info"
+# Of metrics that a label tells apart, as Triton has them.
+_KINDED = "nv_trt_llm_request_metrics", "nv_trt_llm_kv_cache_block_metrics"
+_KINDS = {
+    'request_type="scheduled"': "running",
+    'request_type="waiting"': "waiting",
+    'kv_cache_block_type="tokens_per"': "block_tokens",
+    'kv_cache_block_type="max"': "blocks",
+}
+_INFO = "vllm:cache_config_info", "sglang:cache_config_info"
 _LINE = re.compile(
-    rf"^({'|'.join(map(re.escape, (*_NAMES, _INFO)))})(\{{[^\n]*\}})? +([^\s]+)", re.MULTILINE
+    rf"^({'|'.join(map(re.escape, (*_NAMES, *_KINDED, *_INFO)))})(\{{[^\n]*\}})? +([^\s]+)",
+    re.MULTILINE,
 )
+_KIND = re.compile("|".join(_KINDS))
+_LABEL = re.compile(r'(block_size|page_size|num_gpu_blocks|num_pages)="(\d+)"')
 _ENGINE = re.compile(r'[{,]engine="(\d+)"')
-_LABEL = re.compile(r'(block_size|num_gpu_blocks)="(\d+)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,25 +124,31 @@ def load_in(exposition: str, rank: int | None = None) -> LoadFacts:
     """The load that a `/metrics` answer tells; counts of several engines are added up, or only
     those of one data-parallel rank, where lines name it."""
     sums = dict.fromkeys(_NAMES.values(), 0.0)
-    facts, blocks = LoadFacts(), 0
     for name, labels, text in _LINE.findall(exposition):
         engine = _ENGINE.search(labels) if rank is not None else None
         if engine is not None and int(engine[1]) != rank:
             continue
-        if name == _INFO:
+        if name in _INFO:
             sizes = {label: int(value) for label, value in _LABEL.findall(labels)}
-            blocks += sizes.get("num_gpu_blocks", 0)
-            facts = replace(facts, block_tokens=sizes.get("block_size", facts.block_tokens))
+            sums["blocks"] += sizes.get("num_gpu_blocks", sizes.get("num_pages", 0))
+            size = sizes.get("block_size", sizes.get("page_size", 0))
+            sums["block_tokens"] = size or sums["block_tokens"]
+            continue
+        kind = _KIND.search(labels) if name in _KINDED else None
+        told = _NAMES.get(name) or (_KINDS[kind[0]] if kind else None)
+        if told is None:
             continue
         try:
             value = float(text)
         except ValueError:
             continue
         if math.isfinite(value) and value >= 0:
-            sums[_NAMES[name]] += value
+            # Each engine's blocks are of one size.
+            sums[told] = max(sums[told], value) if told == "block_tokens" else sums[told] + value
     whole = {key: int(value) for key, value in sums.items() if not key.startswith("load_")}
-    whole["device_tokens"] = blocks * facts.block_tokens or whole["device_tokens"]
-    return replace(facts, **whole, load_bytes=sums["load_bytes"], load_s=sums["load_s"])
+    blocks = whole.pop("blocks")
+    whole["device_tokens"] = blocks * whole["block_tokens"] or whole["device_tokens"]
+    return LoadFacts(**whole, load_bytes=sums["load_bytes"], load_s=sums["load_s"])
 
 
 @dataclass(frozen=True, slots=True)

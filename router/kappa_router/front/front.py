@@ -20,7 +20,7 @@ import numpy as np
 import structlog
 
 from kappa.protocol import DECIDED_PATHS, Announcement
-from kappa.settings.front import FrontSettings
+from kappa.settings.front import BackendSettings, FrontSettings
 from kappa_router.api import errors
 from kappa_router.api.errors import ApiError
 from kappa_router.api.fair_queue import FairTurns
@@ -58,6 +58,8 @@ _COMMON = frozenset({
 _DECIDED = _COMMON.union(PROMPT_FIELDS, TOKENIZED_FIELDS)
 _DEPLOYMENT = "front"
 _KEEPALIVE_S = 4.0
+_LEFT = "it left the pool"
+NO_RANKS: Mapping[str, int | None] = {}
 # Prompts that servers tokenize for us.
 _TOKENIZED_AT_ONCE = 8
 
@@ -112,9 +114,13 @@ class Front:
         self._registry = ReplicaRegistry()
         self._conversations, self._turns = Conversations(), FairTurns(_TOKENIZED_AT_ONCE)
         # Events are about token ids; without them text will do.
-        self._by_ids = any(one.events for one in settings.backends)
+        pool = settings.epp.pool if settings.epp is not None else None
+        self._by_ids = any(one.events for one in settings.backends) or bool(
+            pool is not None and pool.events_port
+        )
         self._block_tokens = settings.block_tokens if self._by_ids else BLOCK_TOKENS
-        self._tasks: list[asyncio.Task[None]] = []
+        # By server.
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         # Set whenever a server may be used that was not to be, or the other way round.
         self.changed = asyncio.Event()
 
@@ -131,33 +137,28 @@ class Front:
         )  # fmt: skip
         if settings.journal is not None:
             self.journal = Journal(settings.journal, settings, self.live, self._caches)
-        probe = settings.probe
+        connect_s = settings.probe.connect_timeout_s
         self._http = aiohttp.ClientSession(
             # uvicorn, and so vLLM, closes idle connections after 5 s.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=probe.connect_timeout_s),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
-        for one, rank in [each for backend in settings.backends for each in backend.ranks()]:
-            backend = Backend(
-                one, probe, self._http, self._changed, self._block_tokens, self.changed.set
-            )
-            backend.rank = rank
-            self.backends[one.worker] = backend
-            self._run("probe", one.worker, backend.watch)
-            for endpoint in one.events:
-                self._run("feed", one.worker, partial(backend.receive, endpoint))
+        ranks = [each for backend in settings.backends for each in backend.ranks()]
+        self.have({one.worker: one for one, _ in ranks}, {one.worker: n for one, n in ranks})
         return self
 
-    def _run(self, name: str, worker: str, task: Callable[[], Awaitable[None]]) -> None:
+    def run(self, name: str, worker: str, task: Callable[[], Awaitable[None]]) -> None:
+        """Run a task of a server, or of all with an empty name, again if it fails."""
         running = supervised(name, task, self.live.task_restarted, worker)
-        self._tasks.append(asyncio.create_task(running))
+        self._tasks.setdefault(worker, []).append(asyncio.create_task(running))
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
+        tasks = [task for one in self._tasks.values() for task in one]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self.journal is not None:
             self.journal.close()
         await self.live.close()
@@ -165,19 +166,52 @@ class Front:
 
     # -- servers ------------------------------------------------------------------------------
 
+    def have(
+        self, wanted: Mapping[str, BackendSettings], ranks: Mapping[str, int | None] = NO_RANKS
+    ) -> None:
+        """The servers from now on, by name, and the data-parallel rank of each that is one. A server
+        that is not among them any more gets no request, and is forgotten when it has none."""
+        for name in self.backends.keys() - wanted.keys():
+            backend = self.backends[name]
+            for task in self._tasks.pop(name, ()):
+                task.cancel()
+            if backend.refused != _LEFT:
+                backend.lost(_LEFT)
+                backend.refused = _LEFT
+                self._publish()
+            elif name not in self.live.router.workers:
+                del self.backends[name]
+        for name, one in wanted.items():
+            if name in self._tasks:
+                continue
+            backend = self.backends.get(name) or Backend(
+                one, self.settings.probe, self._http, self._changed, self._block_tokens,
+                self.changed.set,
+            )  # fmt: skip
+            backend.rank = ranks.get(name)
+            self.backends[name] = backend
+            self.run("probe", name, backend.watch)
+            for endpoint in one.events:
+                self.run("feed", name, partial(backend.receive, endpoint))
+        self.changed.set()
+
     def _follow(self, announced: Announcement, listener: StreamListener) -> Follower:
         return self.backends[announced.worker].follow(listener)
 
     def _changed(self, backend: Backend) -> str:
         """A server announced itself, or something else than before; why it cannot be used."""
         why = self._unlike(backend)
+        backend.refused = why
+        self._publish()
+        return why
+
+    def _publish(self) -> None:
         usable: dict[str, Mapping[str, Any]] = {
             name: one.known.to_dict()
             for name, one in self.backends.items()
-            if one.known is not None and not (why if one is backend else one.refused)
+            if one.known is not None and not one.refused
         }
         self._registry.publish(_DEPLOYMENT, usable)
-        return why
 
     def _unlike(self, backend: Backend) -> str:
         """The contradiction to the settings, or to other servers; empty if there is none."""
@@ -263,14 +297,12 @@ class Front:
         path that none is for."""
         serving = self.serving(wanted.model, path)
         able = self._for(path)
-        if not able:
+        if self.backends and not able:
             raise errors.PATH_OF_NO_SERVER(path=path)
-        if not serving and all(backend.known for backend in able):
+        if not serving and able and all(backend.known for backend in able):
             names = sorted({m.name for one in able for m in one.models})
             raise errors.UNKNOWN_MODEL(model=wanted.model[:200], served=", ".join(names))
-        adapter = any(
-            m.parent for one in self.backends.values() for m in one.models if m.name == wanted.model
-        )
+        adapter = any(m.parent for one in able for m in one.models if m.name == wanted.model)
         return RouteRequest(
             request_id, wanted.tokens, wanted.max_tokens,
             salt_of(wanted.salt, wanted.model if adapter else None),

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from starlette.routing import Route
 
@@ -22,12 +25,16 @@ from kappa_router.api.reading import prepare
 from kappa_router.api.start import access_of
 from kappa_router.front.app import make_face_app, own_routes
 from kappa_router.front.front import Front
+from kappa_router.front.inference_pool import InferencePool, KubernetesApi
 from kappa_router.front.scene import FrontScene
 from kappa_router.gateway.decider import Decider
-from kappa_router.gateway.hosting import UNHEARD_S, hosted, running
-from kappa_router.gateway.process import Gateway, spec_of
+from kappa_router.gateway.hosting import UNHEARD_S, faced, hosted, running
+from kappa_router.gateway.process import Gateway, check_pair, spec_of
 from kappa_router.gateway.scene import DeciderRule
 from kappa_router.gateway.spec import GatewaySpec
+
+if TYPE_CHECKING:
+    from kappa_router.gateway.picker import Picker
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +43,11 @@ class FrontGateway:
 
     front: Front
     scene: FrontScene
-    gateway: Gateway
+    gateway: Gateway | Picker
     # Serves our own paths.
     face: asyncio.Task[None]
-
-    @property
-    def url(self) -> str:
-        """The address where it listens."""
-        return self.gateway.spec.url
+    # The address where it listens; of a picker, where it does for our own paths.
+    url: str
 
 
 async def serve(settings: FrontSettings, ready: Callable[[str], None]) -> None:
@@ -52,7 +56,7 @@ async def serve(settings: FrontSettings, ready: Callable[[str], None]) -> None:
     loop, ordered = asyncio.get_running_loop(), asyncio.Event()
     for signalled in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signalled, ordered.set)
-    async with opened(settings) as here:
+    async with picking(settings) if settings.epp else opened(settings) as here:
         prepare()
         ready(here.url)
         until = [asyncio.create_task(ordered.wait()), asyncio.create_task(here.gateway.died())]
@@ -80,7 +84,41 @@ async def opened(settings: FrontSettings) -> AsyncIterator[FrontGateway]:
         gateway = await stack.enter_async_context(Gateway(spec))
         follow = partial(scene.follow, gateway)
         await stack.enter_async_context(running(decider, follow, front.live.task_restarted))
-        yield FrontGateway(front, scene, gateway, face)
+        yield FrontGateway(front, scene, gateway, face, gateway.spec.url)
+
+
+@contextlib.asynccontextmanager
+async def picking(settings: FrontSettings) -> AsyncIterator[FrontGateway]:
+    """As `opened`, but behind somebody else's gateway, for which it picks servers. Raises OSError,
+    and EnvoyError for a bad certificate."""
+    from kappa_router.gateway.picker import Picker
+
+    assert settings.epp is not None
+    door = Door(replace(access_of(settings), limit_all=True))
+    async with contextlib.AsyncExitStack() as stack:
+        front = await stack.enter_async_context(Front(settings))
+        scene = FrontScene(front)
+        if settings.epp.pool is not None:
+            pool = InferencePool(settings.epp.pool, front, KubernetesApi.in_cluster())
+            front.run("pool", "", pool.follow)
+        scene.passed |= {"/v1/models"}  # The servers' own answer.
+        decider = Decider(scene, door, replace(_rule_of(settings), unheard_s=math.inf))
+        spec = _spec_of(settings, scene, [], Path())
+        picker = Picker(
+            decider.decide, decider.flights, lambda: front.live.choosable > 0, spec.bounds,
+            2 * settings.router.max_queue,
+        )  # fmt: skip
+        if spec.tls is not None:
+            check_pair(spec.tls)
+        await picker.start(spec.host, settings.epp.port, spec.tls)
+        stack.push_async_callback(picker.stop)
+        family = socket.AF_INET6 if ":" in spec.host else socket.AF_INET
+        listener = socket.create_server((spec.host, spec.port), family=family)
+        app = make_face_app(front, door)
+        face = await stack.enter_async_context(faced(app, listener, spec.tls))
+        follow = partial(scene.follow, None)
+        await stack.enter_async_context(running(decider, follow, front.live.task_restarted))
+        yield FrontGateway(front, scene, picker, face, spec.url)
 
 
 def _spec_of(

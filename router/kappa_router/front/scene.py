@@ -25,7 +25,7 @@ from kappa_router.gateway.endpoints import EndpointsFile, Resolver, shared_addre
 from kappa_router.gateway.known import KnownServers
 from kappa_router.gateway.process import Gateway
 from kappa_router.gateway.scene import Asked, Reading, Used
-from kappa_router.gateway.spec import ServerEndpoint
+from kappa_router.gateway.spec import SUBSET_HEADER, ServerEndpoint
 from kappa_router.sent_prompts import Sent
 
 log = structlog.get_logger(__name__)
@@ -86,6 +86,12 @@ class FrontScene(KnownServers):
         usable = front.usable()
         await self.first_known(lambda: usable - request.exclude)
         away = frozenset(front.backends) - self.endpoints.keys()
+        if (subset := asked.headers.get(SUBSET_HEADER)) is not None:
+            allowed = {self._workers.get(address) for address in subset.split(",")}
+            away |= front.backends.keys() - allowed
+            if not usable - away:
+                why = f"the gateway allows {subset[:200] or 'none'}, of which none can serve"
+                raise errors.NO_WORKER(why=why, retry_after_s=self.live.retry_after_s())
         request = replace(request, exclude=request.exclude | away, tenant=tenant.name)
         return Reading(
             replace(request, weight=tenant.weight, priority=priority, ttft_limit_s=ttft_limit_s),
@@ -206,7 +212,8 @@ class FrontScene(KnownServers):
 
     async def lives(self, worker: str) -> bool:
         """As `Backend.lives`."""
-        return await self.front.backends[worker].lives()
+        backend = self.front.backends.get(worker)
+        return backend is not None and await backend.lives()
 
     def ended(self, flight: Flying, end: str) -> None:
         """It is over at its server (`LiveRouter.release`)."""
@@ -229,9 +236,9 @@ class FrontScene(KnownServers):
 
     # -- for Envoy ------------------------------------------------------------------------------
 
-    async def follow(self, gateway: Gateway) -> None:
-        """Have Envoy know the servers as they come and go, until cancelled."""
-        file = EndpointsFile(gateway.spec.endpoints_file)
+    async def follow(self, gateway: Gateway | None) -> None:
+        """As `keep_known`."""
+        file = EndpointsFile(gateway.spec.endpoints_file) if gateway is not None else None
         await self.keep_known(gateway, lambda: file)
 
     def take(self, endpoints: dict[str, ServerEndpoint]) -> None:

@@ -108,8 +108,8 @@ class AuthzServer:
             connection.abort()
 
 
-class _MalformedError(ValueError):
-    """The bytes are no question of Envoy's."""
+class BrokenProtocolError(ValueError):
+    """Who asks does not speak as the protocol has it."""
 
 
 class _Head(NamedTuple):
@@ -157,7 +157,7 @@ class _Connection(asyncio.Protocol):
         try:
             while data and self._task is None:
                 data = self._body(data) if self._head is not None else self._begun(data)
-        except _MalformedError as error:
+        except BrokenProtocolError as error:
             self._malformed(str(error))
             return
         self._later += data
@@ -173,14 +173,14 @@ class _Connection(asyncio.Protocol):
         data = self._unread + data
         end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
         if end < 0 and len(data) >= MAX_HEAD_BYTES:
-            raise _MalformedError("the head is too long")
+            raise BrokenProtocolError("the head is too long")
         if end < 0:
             self._unread = data
             return b""
         self._unread, self._last = b"", None
         self._head = head = _head(data[:end])
         if head.body_bytes > self._server.max_body_bytes:
-            raise _MalformedError("the body is too long")
+            raise BrokenProtocolError("the body is too long")
         self._missing_bytes = head.body_bytes
         return self._body(data[end + 4 :])
 
@@ -213,7 +213,7 @@ class _Connection(asyncio.Protocol):
             inquiry = Inquiry(head.method, target[len(ADMIT) :], head.headers, None)
             self._start(self._asked(inquiry), head, self._admitted)
         else:
-            raise _MalformedError("nothing is known by that path")
+            raise BrokenProtocolError("nothing is known by that path")
 
     # -- answers ------------------------------------------------------------------------------
 
@@ -232,12 +232,7 @@ class _Connection(asyncio.Protocol):
         self, answer: Awaitable[Verdict], head: _Head, ours: Mapping[str, str]
     ) -> None:
         """Answer, with headers of `ours` where the request goes on."""
-        try:
-            verdict = await answer
-        except Exception as error:
-            # Its message may quote a prompt.
-            log.error("decision_crashed", error=type(error).__name__, places=places_of(error))
-            verdict = refusal(errors.INTERNAL())
+        verdict = await verdict_of(answer)
         if isinstance(verdict, Go) and ours:
             verdict = verdict._replace(upstream={**verdict.upstream, **ours})
         self._task = None
@@ -253,6 +248,16 @@ class _Connection(asyncio.Protocol):
             self._transport.write(_rendered(verdict, without_body=head.method == "HEAD"))
 
 
+async def verdict_of(answer: Awaitable[Verdict]) -> Verdict:
+    """Wait for it; one that crashes is a 500."""
+    try:
+        return await answer
+    except Exception as error:
+        # Its message may quote a prompt.
+        log.error("decision_crashed", error=type(error).__name__, places=places_of(error))
+        return refusal(errors.INTERNAL())
+
+
 def refusal(error: errors.ApiError, *, anthropic: bool = False) -> Refuse:
     """An error as the answer to its client, in OpenAI's shape or in Anthropic's."""
     body = error.message_body() if anthropic else error.body()
@@ -261,26 +266,26 @@ def refusal(error: errors.ApiError, *, anthropic: bool = False) -> Refuse:
 
 
 def _head(text: bytes) -> _Head:
-    """A question's first line and headers; raises _MalformedError."""
+    """A question's first line and headers; raises BrokenProtocolError."""
     first, *lines = text.decode("latin-1").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
-        raise _MalformedError("the first line is none")
+        raise BrokenProtocolError("the first line is none")
     headers: dict[str, str] = {}
     for line in lines:
         name, colon, value = line.partition(":")
         if not colon or not name or name != name.strip():
-            raise _MalformedError("a header is none")
+            raise BrokenProtocolError("a header is none")
         headers.setdefault(name.lower(), value.strip())
     if "transfer-encoding" in headers:
-        raise _MalformedError("the body is in chunks")
+        raise BrokenProtocolError("the body is in chunks")
     return _Head(words[0], words[1], headers, _count(headers.get("content-length", "0")))
 
 
 def _count(text: str) -> int:
     count = digits(text, 12)
     if count is None:
-        raise _MalformedError("a count is none")
+        raise BrokenProtocolError("a count is none")
     return count
 
 

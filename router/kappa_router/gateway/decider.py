@@ -27,12 +27,15 @@ from kappa_router.decision import NoWorkerError, OverloadedError, RouteRequest
 from kappa_router.gateway.authz import Go, Inquiry, Refuse, Verdict, refusal
 from kappa_router.gateway.flights import FULL, LATE, Aloft, Flights
 from kappa_router.gateway.scene import Asked, DeciderRule, F, Reading, Scene
-from kappa_router.gateway.spec import RETRIES_HEADER, STATUSES_HEADER, TRY_HEADER
+from kappa_router.gateway.spec import (
+    REMOVED_HEADER,
+    RETRIES_HEADER,
+    STATUSES_HEADER,
+    TRY_HEADER,
+)
 
 log = structlog.get_logger(__name__)
 
-# Envoy takes these headers off the request.
-_REMOVED_HEADER = "x-envoy-auth-headers-to-remove"
 # What a foreign server answers that is tried at another.
 _RETRIED = f"{FULL},500,502,503"
 # Names of servers in one answer; Envoy tries two.
@@ -238,7 +241,7 @@ class Decider(Generic[F]):
             # Where no other is left, the answer of the one that has it is better than Envoy's own.
             upstream[RETRIES_HEADER] = "0"
         if self._keyed:  # No server needs the keys that are ours, or may log one.
-            upstream[_REMOVED_HEADER] = ",".join(KEY_HEADERS)
+            upstream[REMOVED_HEADER] = ",".join(KEY_HEADERS)
         client = {
             "x-request-id": name,
             **self._door.limits.headers(asked.tenant.name, time.monotonic()),

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Generic
+from typing import Any, Generic
 
 import structlog
 
@@ -148,7 +148,7 @@ class Flights(Generic[F]):
     def __init__(self, scene: Scene[F], left: Callable[[str], None], rule: DeciderRule) -> None:
         self._scene, self._live, self._left, self._rule = scene, scene.live, left, rule
         self._aloft: dict[str, Aloft[F]] = {}
-        self._asking: set[asyncio.Task[None]] = set()
+        self._asking: set[asyncio.Future[Any]] = set()
         if not rule.foreign:
             self._live.finished = self._reported
 
@@ -262,6 +262,17 @@ class Flights(Generic[F]):
             aloft.begun = True
             self._told(aloft, told)
             self._live.first_token(request_id)
+
+    def served(self, request_id: str, at: str) -> None:
+        """The server with that address answers; whether one that was to do so lives is found out
+        where a gateway goes down the list without asking."""
+        aloft = self._aloft.get(request_id)
+        if aloft is not None:
+            chosen = aloft.flight.decision.worker
+            self._scene.arrived(aloft.flight, aloft.request, at)
+            if aloft.flight.decision.worker != chosen:
+                self._asking.add(asked := asyncio.ensure_future(self._scene.lives(chosen)))
+                asked.add_done_callback(self._asking.discard)
 
     def _told(self, aloft: Aloft[F], told: str) -> None:
         if aloft.flight.via:

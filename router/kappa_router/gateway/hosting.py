@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -15,7 +17,7 @@ from kappa.host import Lock
 from kappa_router.gateway.authz import AuthzServer
 from kappa_router.gateway.decider import Decider
 from kappa_router.gateway.events import Ends
-from kappa_router.gateway.spec import GOES_ON_S, DeciderSlot, GatewaySpec
+from kappa_router.gateway.spec import GOES_ON_S, DeciderSlot, GatewaySpec, Tls
 from kappa_router.live.supervised import supervised
 
 # Envoy tells of what goes on so often that three in a row are lost only with it.
@@ -39,22 +41,27 @@ async def hosted(
         await stack.enter_async_context(
             AuthzServer(decider.decide, flights, slot, spec.bounds.body_bytes)
         )
-        yield await stack.enter_async_context(faced(app, slot))
+        yield await stack.enter_async_context(faced(app, slot.face_socket))
 
 
 @contextlib.asynccontextmanager
-async def faced(app: ASGIApp, slot: DeciderSlot) -> AsyncIterator[asyncio.Task[None]]:
-    """Serve it as a face of a front door; the task ends where that fails."""
+async def faced(
+    app: ASGIApp, at: Path | socket.socket, tls: Tls | None = None
+) -> AsyncIterator[asyncio.Task[None]]:
+    """Serve it as a face of a front door, on a Unix socket or on one that listens; the task ends
+    where that fails."""
     # A `log_config` closes all handlers, Ray's among them, which then recovers no replica.
     config = uvicorn.Config(
-        app, uds=str(slot.face_socket), lifespan="off", log_config=None, access_log=False,
+        app, uds=str(at) if isinstance(at, Path) else None,
+        lifespan="off", log_config=None, access_log=False,
         server_header=False, date_header=False, proxy_headers=False, ws="none",
-        timeout_graceful_shutdown=_END_S,
+        timeout_graceful_shutdown=_END_S, ssl_certfile=tls.cert if tls else None,
+        ssl_keyfile=tls.key if tls else None,
     )  # fmt: skip
     server = uvicorn.Server(config)
     # Signals are the decider's.
     server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
-    serving = asyncio.create_task(server.serve())
+    serving = asyncio.create_task(server.serve(None if isinstance(at, Path) else [at]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     try:

@@ -66,9 +66,11 @@ class KnownServers:
                         self._known.clear()
                         await self._known.wait()
 
-    async def keep_known(self, envoy: Gateway, writer: Callable[[], EndpointsFile | None]) -> None:
-        """Have Envoy know the servers as they come and go, until cancelled. writer: None where
-        another decider writes them down."""
+    async def keep_known(
+        self, envoy: Gateway | None, writer: Callable[[], EndpointsFile | None]
+    ) -> None:
+        """Have Envoy know the servers as they come and go, until cancelled; None: a gateway that
+        knows them by itself. writer: None where another decider writes them down."""
         while True:
             self._changed.clear()
             found = {one.worker: one for one in await self._found()}
@@ -79,7 +81,9 @@ class KnownServers:
             file = writer()
             if file is not None:
                 file.write(found.values())
-            known = await known_of(envoy, frozenset(addresses.values()))
+            known = frozenset(addresses.values())
+            if envoy is not None:
+                known = await known_of(envoy, known)
             self.take({name: one for name, one in found.items() if one.address in known})
             with contextlib.suppress(TimeoutError):
                 missing = found.keys() - self.endpoints.keys()

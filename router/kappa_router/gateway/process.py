@@ -14,6 +14,7 @@ import re
 import resource
 import ssl
 import stat
+import subprocess
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -121,20 +122,18 @@ def find_envoy() -> Path:
 async def check_version(binary: Path) -> None:
     """Raises EnvoyError unless the program is an Envoy that takes this configuration."""
     remedy = f"{BINARY_ENV} must name Envoy {_OLDEST[0]}.{_OLDEST[1]} or later"
+
+    def ask() -> bytes:
+        return subprocess.run(
+            [binary, "--version"], stdin=subprocess.DEVNULL, capture_output=True, timeout=_START_S
+        ).stdout
+
     try:
-        asked = await asyncio.create_subprocess_exec(
-            binary, "--version", stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-            preexec_fn=partial(die_with_parent, os.getpid()),
-        )  # fmt: skip
+        # In a thread: this one is late by a minute where the first start of all compiles.
+        said = await asyncio.to_thread(ask)
     except OSError as error:
         raise EnvoyError(f"{binary} cannot be run: {error.strerror}; {remedy}") from None
-    try:
-        async with asyncio.timeout(_START_S):
-            said, _ = await asked.communicate()
-    except TimeoutError:
-        asked.kill()
-        await asked.wait()
+    except subprocess.TimeoutExpired:
         raise EnvoyError(f"{binary} does not say its version; {remedy}") from None
     found = re.search(rb"version: [0-9a-f]+/(\d+)\.(\d+)\.", said)
     if found is None:

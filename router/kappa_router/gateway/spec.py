@@ -24,6 +24,11 @@ RETRIES_HEADER = "x-envoy-max-retries"
 TRY_HEADER = "x-envoy-upstream-rq-per-try-timeout-ms"
 STATUSES_HEADER = "x-envoy-retriable-status-codes"
 OF_ENVOY = (RETRIES_HEADER, TRY_HEADER, STATUSES_HEADER)
+# Envoy takes the headers that it names off the request.
+REMOVED_HEADER = "x-envoy-auth-headers-to-remove"
+# The servers that alone a gateway lets its endpoint picker choose, by comma; a client's own header
+# of that name does not reach the decider.
+SUBSET_HEADER = "x-gateway-destination-endpoint-subset"
 # Of a request: the number of the decider that decided it, and the socket of the one that let its
 # body come, which has room for it.
 SLOT_HEADER, ADMITTER_HEADER = "x-kappa-to-slot", "x-kappa-to-admitter"

@@ -13,12 +13,13 @@ sequences of about 2,000 tokens, which a tenant could send without knowing the b
 import hashlib
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa.compiled import compiled
+from kappa.compiled import compiled, interpreted
 
 UInt64s = NDArray[np.uint64]
 Tokens = NDArray[np.integer] | Sequence[int]
@@ -141,6 +142,12 @@ class PrefixHasher:
         return weights
 
 
+def _mixed(values: UInt64s) -> UInt64s:
+    """`_mix` of arrays, which wrap around without a warning."""
+    mix: Any = interpreted(_mix)
+    return mix(values)
+
+
 @compiled
 def _mix(value: np.uint64) -> np.uint64:
     """A bijective 64-bit scramble (xor-shift and multiply, three rounds)."""
@@ -151,7 +158,12 @@ def _mix(value: np.uint64) -> np.uint64:
     return value ^ value >> np.uint64(31)
 
 
-@compiled
+def _weights_of_arrays(seed: np.uint64, length: int) -> UInt64s:
+    """`_weights` without a compiler."""
+    return _mixed(np.arange(1, length + 1, dtype=np.uint64) * _STEP + seed)
+
+
+@partial(compiled, plain=_weights_of_arrays)
 def _weights(seed: np.uint64, length: int) -> UInt64s:
     """The weight of each position."""
     weights = np.empty(length, dtype=np.uint64)
@@ -160,7 +172,21 @@ def _weights(seed: np.uint64, length: int) -> UInt64s:
     return weights
 
 
-@compiled
+def _hash_blocks_of_arrays(
+    tokens: UInt64s, weights: UInt64s, block_tokens: int, keys: tuple[np.uint64, np.uint64],
+    parent: tuple[np.uint64, int], hashes: UInt64s,
+) -> None:  # fmt: skip
+    """`_hash_blocks` without a compiler."""
+    (token_key, key), (raw_sum, before), count = keys, parent, len(hashes) * block_tokens
+    mixed = (tokens[:count] ^ token_key) * _MIX_A
+    at = before * block_tokens
+    added = (mixed ^ mixed >> np.uint64(32)) * weights[at : at + count]
+    sums = added.reshape(-1, block_tokens).sum(axis=1).cumsum() + raw_sum
+    depths = np.arange(before + 1, before + 1 + len(hashes), dtype=np.uint64) * _STEP
+    hashes[:] = _mixed(_mixed(sums + depths) ^ key)
+
+
+@partial(compiled, plain=_hash_blocks_of_arrays)
 def _hash_blocks(
     tokens: UInt64s, weights: UInt64s, block_tokens: int, keys: tuple[np.uint64, np.uint64],
     parent: tuple[np.uint64, int], hashes: UInt64s,

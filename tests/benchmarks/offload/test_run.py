@@ -118,6 +118,14 @@ def test_all_policies_generate_the_baselines_tokens(result):
         assert row["system"] == "capacity" or row["predicted_s"] > 0
 
 
+def test_weights_that_cross_are_in_a_rows_bytes(result):
+    found = {row["policy"]: row for row in result["rows"] if row.get("cell") == "2x25/4"}
+    weights = 3 * (4 * 64 * 64 + 2 * 64 * 256) * 4
+    assert found["host-weights"]["bytes_h2d"] == 3 * (2 * 24 * 3 * 2 * 64 * 4 + weights)
+    assert found["host-kvpr"]["baseline"] == "host-weights"
+    assert found["host-kvpr"]["tokens_equal"] == 1.0
+
+
 def test_a_decoding_row_counts_the_bytes_of_its_steps(result):
     # 2 sequences of 24 tokens in blocks of 8, 3 layers of width 64 in 4 bytes, 3 steps.
     found = {row["policy"]: row for row in result["rows"] if row.get("cell") == "2x24/4"}

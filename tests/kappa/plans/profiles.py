@@ -61,6 +61,7 @@ def random_rates(rng: Generator, *, plain: bool = False) -> PlanRates:
             exposed=some * maybe(rng, float(rng.random())),
         ),
         overlap=[None, 0.0, 1.0, float(rng.random())][int(rng.integers(4))],
+        weights_s=some * maybe(rng, phi * log_uniform(rng, 1.0, 1e5)),
     )
 
 

@@ -11,9 +11,10 @@ import pytest
 from numpy.random import default_rng
 
 from kappa.cost import StepModel, compute_s
-from kappa.hardware import NodeProfile
+from kappa.hardware import NodeProfile, node_profile
 from kappa.model import activation_bytes_per_token, kv_bytes, projection_flops
 from kappa.plans.measured import as_measured, fit_grid, fit_line, rates_from_measured
+from kappa.plans.planners import Cached, Planning, kappa_eff
 from kappa.plans.rates import FORMAT, LEAST_R2, ComputeGrid, LineFit, PlanRates, rates_from_law
 from kappa.shapes import SHAPES, model_shape
 from tests.kappa.plans.profiles import opt_rates, random_rates
@@ -326,3 +327,24 @@ def test_law_written_as_a_measurement_is_read_back_as_the_law() -> None:
     assert again.activation_ratio == law.activation_ratio
     for new, context in ((1, 0), (128, 8192), (512, 2048)):
         assert again.prefill_s(new, context) == pytest.approx(law.prefill_s(new, context))
+
+
+def test_a_step_lasts_no_less_than_its_weights_take_to_cross() -> None:
+    law = rates_from_law(SHAPES["llama-3.1-70b"], node_profile("h100-pcie5"))
+    crossing = replace(law, weights_s=140e9 / 54e9)
+    assert crossing.served_step.weights_s == crossing.weights_s > 30 * law.step.weights_s
+    assert crossing.decode_s(8, 1000)[0] == law.decode_s(8, 1000)[0] + crossing.weights_s
+    plain, streamed = (Planning(16, each).named("kv")(Cached(4096, 32)) for each in (law, crossing))
+    assert streamed.load_s == pytest.approx(plain.load_s, rel=1e-9)
+    assert streamed.compute_s == crossing.weights_s
+    # KV queues behind the weights.
+    assert streamed.ttft_s >= crossing.weights_s + plain.load_s
+    again = rates_from_measured(as_measured(crossing, "llama", "node"))
+    assert again.weights_s == crossing.weights_s
+
+
+def test_ratio_at_which_loads_bind_moves_with_weights_that_cross() -> None:
+    law = rates_from_law(SHAPES["llama-3.1-70b"], node_profile("h100-pcie5"))
+    crossing = replace(law, weights_s=140e9 / 54e9)
+    ratios = [kappa_eff(rates, "load", 128) for rates in (law, crossing)]
+    assert ratios[1] > 10 * ratios[0]

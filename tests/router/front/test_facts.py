@@ -35,6 +35,33 @@ def test_sglang_tells_its_cache_in_tokens():
     assert load_in(SGLANG) == LoadFacts(0, 5000, 4, 1, 0, 15)
 
 
+def test_sglang_tells_pages_where_it_has_no_tokens():
+    pages = 'sglang:cache_config_info{page_size="64",num_pages="10"} 1.0'
+    assert load_in(pages) == LoadFacts(64, 640)
+
+
+TRTLLM = """\
+trtllm_num_requests_running{model_name="m"} 4
+trtllm_num_requests_waiting{model_name="m"} 1
+trtllm_kv_cache_tokens_per_block 32
+trtllm_kv_cache_max_blocks 100
+"""
+TRITON = """\
+nv_trt_llm_request_metrics{model="m",request_type="waiting",version="1"} 1
+nv_trt_llm_request_metrics{model="m",request_type="scheduled",version="1"} 4
+nv_trt_llm_request_metrics{model="m",request_type="max",version="1"} 512
+nv_trt_llm_request_metrics{model="m",request_type="active",version="1"} 5
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="tokens_per",model="m"} 32
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max",model="m"} 100
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="used",model="m"} 7
+"""
+
+
+@pytest.mark.parametrize("text", [TRTLLM, TRITON])
+def test_tensorrt_llm_tells_load_and_blocks(text):
+    assert load_in(text) == LoadFacts(32, 3200, 4, 1)
+
+
 def test_engines_of_one_server_add_up():
     second = VLLM.replace('engine="0"', 'engine="1"')
     both = load_in(VLLM + second)

@@ -33,7 +33,7 @@ from kappa_engine.settings import EngineOptions
 from kappa_engine.sparse.forward import SparseForward, sparse_forward
 from kappa_engine.sparse.serving import SparseServing
 from kappa_engine.transfer import mover_for
-from kappa_engine.weights import DTYPES, load_weights
+from kappa_engine.weights import DTYPES, HostWeights, load_weights
 from kappa_scheduler.config import FairConfig
 from kappa_workers.identity import WorkerPlan, measured_node
 from kappa_workers.own_engine.core import Built
@@ -99,7 +99,8 @@ class TorchEngine(OwnEngine):
         plan, limits = self.plan, self.plan.limits
         device = given_device(plan.gpus, ray.get_gpu_ids() if plan.gpus else (), os.environ)
         dtype, config = DTYPES[limits.dtype], read_config(raw, self._model)
-        weights = load_weights(plan.model_source, config, dtype=dtype, device=device)
+        host = HostWeights(*plan.weights)
+        weights = load_weights(plan.model_source, config, dtype=dtype, device=device, host=host)
         kv_host, act_host = host_blocks(
             config.shape, plan.host_blocks, settings.act_share, keep_kv=settings.keep_kv
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kappa.cost import transfer_s
 from kappa.model import ModelShape
+from kappa.plans.cpu_offload import Division
 from kappa_engine.kv_cache import Arena, ArenaSize
 from kappa_engine.llm_engine import Engine
 from kappa_engine.settings import EngineOptions
@@ -163,7 +164,7 @@ class PacedLink(CpuMover):
 
 
 class PacedModel:
-    """A `kappa_engine.forward.ServedModel` with steps that last as long as on the emulated
+    """A `kappa_engine.step.ServedModel` with steps that last as long as on the emulated
     node."""
 
     vocab = 1 << 62
@@ -176,12 +177,13 @@ class PacedModel:
         self.mover: LinkMover = mover
         self._step = step
 
-    def compute(self, rows: Sequence[StepRow]) -> Tensor:
-        """Logits of token 0, after the seconds that the rows take.
+    def compute(self, *batches: Sequence[StepRow], division: Division | None = None) -> Tensor:
+        """Logits of token 0, after the seconds that the rows take together.
 
         Raises:
             TransferFailed: a load within the step failed.
         """
+        rows = [row for batch in batches for row in batch]
         for span in (span for row in rows for span in row.spans):
             if span.source is Source.KV_HOST:
                 content = torch.empty(span.stop - span.start, 2, dtype=_DTYPE)

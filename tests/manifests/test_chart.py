@@ -1,0 +1,154 @@
+"""The chart of `kappa route`, rendered and linted by Helm's own library; no cluster."""
+
+import json
+
+import pytest
+import yaml
+
+from kappa.settings.front import load_front_settings
+from kappa_deploy.checks.manifests import _built_in
+from kappa_deploy.k8s import render
+
+helm = pytest.importorskip("helm_python", reason="rendering a chart needs helm-python-sdk")
+
+CHART = render.OVERLAYS.parent / "charts" / "kappa-route"
+OPEN = {
+    "backends": [{"url": "http://vllm-0.vllm:8000", "profile": "h100-pcie5"}],
+    "access": {"allow_open": True},
+}
+ALL = {
+    "config": {"backends": OPEN["backends"], "access": {"max_headers": 50}},
+    "keysSecret": "kappa-keys", "replicas": 2, "files": {"mine.json": "{}\n"},
+    "monitoring": {"enabled": True, "labels": {"release": "prometheus"}},
+    "scaling": {"enabled": True, "statefulSet": "vllm", "maxReplicas": 1},
+    "env": [{"name": "A_KEY", "value": "a"}], "imagePullSecrets": [{"name": "pull"}],
+    "image": {"repository": "r", "digest": f"sha256:{'0' * 64}"},
+    "nodeSelector": {"kubernetes.io/arch": "amd64"}, "tolerations": [{"operator": "Exists"}],
+}  # fmt: skip
+
+
+def rendered(values):
+    with helm.Chart.load(CHART) as chart:
+        texts = chart.render(values, name="front", namespace="llm")
+    documents = [yaml.safe_load(text) for name, text in texts.items() if name.endswith(".yaml")]
+    return {document["kind"]: document for document in documents if document}
+
+
+@pytest.fixture(params=[{"config": OPEN}, ALL], ids=["least", "all"])
+def values(request):
+    return request.param
+
+
+def test_chart_passes_helms_lint_and_kubernetes_schemas(values):
+    found = helm.lint(CHART, values, strict=True)
+    assert not found["errors"] and all(m["severity"] < 2 for m in found["messages"])
+    for kind, document in rendered(values).items():
+        if kind not in ("ScaledObject", "ServiceMonitor"):
+            assert list(_built_in(document)) == []
+
+
+def test_settings_of_the_chart_are_those_of_kappa_route(values, tmp_path):
+    data = rendered(values)["ConfigMap"]["data"]
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("a-key-of-some-length-or-more: a-tenant\n")
+    path = tmp_path / "route.yaml"
+    path.write_text(data["route.yaml"].replace("/etc/kappa/keys/keys.yaml", str(keys)))
+    settings = load_front_settings(path)
+    assert (settings.http.host, settings.http.port) == ("0.0.0.0", 8000)
+    assert settings.backends[0].url == "http://vllm-0.vllm:8000"
+    assert settings.tenants.unknown == ("refuse" if "keysSecret" in values else "default")
+    assert settings.access.max_headers == 50 or "keysSecret" not in values
+
+
+def test_selectors_select_the_pods_and_ports_exist():
+    found = rendered(ALL)
+    pod = found["Deployment"]["spec"]["template"]
+    labels, (container,) = pod["metadata"]["labels"], pod["spec"]["containers"]
+    assert found["Service"]["spec"]["selector"].items() <= labels.items()
+    for kind in ("NetworkPolicy", "PodDisruptionBudget", "Deployment"):
+        spec = found[kind]["spec"]
+        selector = spec["podSelector"] if kind == "NetworkPolicy" else spec["selector"]
+        assert selector["matchLabels"].items() <= labels.items()
+    ports = {port["name"] for port in container["ports"]}
+    assert found["Service"]["spec"]["ports"][0]["targetPort"] in ports
+    assert found["NetworkPolicy"]["spec"]["ingress"][0]["ports"][0]["port"] in ports
+    monitored = found["ServiceMonitor"]
+    assert monitored["spec"]["selector"]["matchLabels"].items() <= (
+        found["Service"]["metadata"]["labels"].items()
+    )
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["spec"]["volumes"]}
+    assert container["image"] == f"r@sha256:{'0' * 64}"
+
+
+def test_pod_is_not_root_and_writes_to_tmp_only(values):
+    pod = rendered(values)["Deployment"]["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["automountServiceAccountToken"] is False
+    (container,) = pod["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }  # fmt: skip
+    writable = {
+        mount["mountPath"] for mount in container["volumeMounts"] if "readOnly" not in mount
+    }
+    assert writable == {"/tmp"}
+
+
+def test_servers_are_scaled_on_a_metric_that_exists():
+    import promql_parser
+
+    from kappa import metrics
+
+    spec = rendered(ALL)["ScaledObject"]["spec"]
+    assert spec["scaleTargetRef"] == {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "name": "vllm",
+    }
+    (trigger,) = spec["triggers"]
+    promql_parser.parse(trigger["metadata"]["query"])
+    assert f"{metrics.PREDICTED_TTFT.name}_bucket" in trigger["metadata"]["query"]
+    assert 'service="front"' in trigger["metadata"]["query"]
+    assert trigger["metadata"]["threshold"] == "0.5"
+
+
+def test_changed_settings_replace_the_pods():
+    def annotations(**changes):
+        template = rendered({"config": OPEN | changes})["Deployment"]["spec"]["template"]
+        return template["metadata"]["annotations"]
+
+    assert annotations() != annotations(router={"policy": "ttft"})
+
+
+WRONG = {
+    "no server": ({"config": {}}, "missing property 'backends'"),
+    "an empty list": ({"config": {"backends": []}}, "minItems"),
+    "no profile": ({"config": {"backends": [{"url": "http://a"}]}}, "missing property 'profile'"),
+    "no keys, not open": ({"config": {"backends": OPEN["backends"]}}, "name a Secret with keys"),
+    "an unknown value": ({"config": OPEN, "replica": 2}, "'replica' not allowed"),
+    "a wrong digest": ({"config": OPEN, "image": {"repository": "r", "digest": "sha256:1"}},
+                       "does not match pattern"),
+    "nothing to scale": ({"config": OPEN, "scaling": {"enabled": True}}, "statefulSet"),
+    "servers that are not named": (
+        {"config": OPEN, "scaling": {"enabled": True, "statefulSet": "s", "maxReplicas": 3}},
+        "config.backends names 1 servers and scaling.maxReplicas is 3"),
+    "less than the least": (
+        {"config": OPEN, "scaling": {"enabled": True, "statefulSet": "s", "minReplicas": 2,
+                                     "maxReplicas": 1}},
+        "scaling.minReplicas is above scaling.maxReplicas"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_value_is_refused_by_helm(values, message):
+    with helm.Chart.load(CHART) as chart, pytest.raises(helm.HelmError, match=message):
+        chart.validate_schema(values)
+        chart.render(values, name="front", namespace="llm")
+
+
+def test_schema_lists_every_value():
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert schema["properties"].keys() == values.keys() | {"global"}
