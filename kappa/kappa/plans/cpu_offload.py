@@ -85,9 +85,9 @@ def layer_times(rates: PlanRates, batch: int, context_tokens: int) -> LayerTimes
     assert busy.attend is not None and busy.multiply is not None
     layer = 1.0 / rates.layers
     fc1_s = busy.multiply.seconds(batch) * layer
-    load_s = [busy.weights_s * layer * size / sum(matrices) for size in matrices]
-    cpu_s = [fc1_s * size / matrices[2] for size in matrices]
+    qkv, out, fc1, fc2 = (busy.weights_s * layer * size / sum(matrices) for size in matrices)
+    qkv_cpu, out_cpu = (fc1_s * size / matrices[2] for size in matrices[:2])
     # What the device is left with: at most what it has to do alone.
     device_s = rates.decode_gpu_s(batch, 0) * layer * matrices[3] / sum(matrices)
     attend_s = busy.attend.seconds(batch * context_tokens) * layer
-    return LayerTimes(attend_s, *cpu_s[:3], *load_s, device_s=device_s)
+    return LayerTimes(attend_s, qkv_cpu, out_cpu, fc1_s, qkv, out, fc1, fc2, device_s)

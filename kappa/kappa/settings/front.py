@@ -167,7 +167,7 @@ class ListenSettings(HttpSettings):
     )
 
 
-class PoolSettings(Section):
+class InferencePoolSettings(Section):
     """An InferencePool, from which the servers are taken instead of `backends`."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[a-z0-9.-]+$")] = Field(
@@ -193,7 +193,9 @@ class PickerSettings(Section):
     our own; `http` is then the address of our own paths."""
 
     port: int = Field(9002, ge=0, le=65535, description="of gRPC, at http.host; 0: any free one")
-    pool: PoolSettings | None = Field(None, description="none: the servers are those of backends")
+    pool: InferencePoolSettings | None = Field(
+        None, description="none: the servers are those of backends"
+    )
 
 
 class FrontSettings(Section):

@@ -169,8 +169,8 @@ class Front:
     def have(
         self, wanted: Mapping[str, BackendSettings], ranks: Mapping[str, int | None] = NO_RANKS
     ) -> None:
-        """The servers from now on, by name, and the data-parallel rank of each that is one. A server
-        that is not among them any more gets no request, and is forgotten when it has none."""
+        """The servers from now on, by name, and of each that is a data-parallel rank its number.
+        One that is not among them any more gets no request, and is forgotten when it has none."""
         for name in self.backends.keys() - wanted.keys():
             backend = self.backends[name]
             for task in self._tasks.pop(name, ()):

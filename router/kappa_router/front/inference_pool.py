@@ -20,7 +20,7 @@ import aiohttp
 import structlog
 
 from kappa.hardware import CATALOGUE
-from kappa.settings.front import BackendSettings, PoolSettings
+from kappa.settings.front import BackendSettings, InferencePoolSettings
 from kappa_router.front.front import Front
 
 log = structlog.get_logger(__name__)
@@ -70,7 +70,7 @@ class KubernetesApi:
 class InferencePool:
     """Keeps a front's servers those of a pool; `follow` runs it."""
 
-    def __init__(self, settings: PoolSettings, front: Front, api: KubernetesApi) -> None:
+    def __init__(self, settings: InferencePoolSettings, front: Front, api: KubernetesApi) -> None:
         self._settings, self._front, self._api = settings, front, api
         self._namespace, self._name = settings.name.split("/")
         self._products: dict[str, str] = {}
