@@ -87,7 +87,10 @@ class FrontScene(KnownServers):
         await self.first_known(lambda: usable - request.exclude)
         away = frozenset(front.backends) - self.endpoints.keys()
         if (subset := asked.headers.get(SUBSET_HEADER)) is not None:
-            allowed = {self._workers.get(address) for address in subset.split(",")}
+            addresses = subset.split(",")
+            known = self.endpoints.items()
+            # All ranks that an address has.
+            allowed = {name for name, one in known if one.address in addresses}
             away |= front.backends.keys() - allowed
             if not usable - away:
                 why = f"the gateway allows {subset[:200] or 'none'}, of which none can serve"
