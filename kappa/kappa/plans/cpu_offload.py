@@ -85,9 +85,13 @@ def layer_times(rates: PlanRates, batch: int, context_tokens: int) -> LayerTimes
     assert busy.attend is not None and busy.multiply is not None
     layer = 1.0 / rates.layers
     fc1_s = busy.multiply.seconds(batch) * layer
-    load_s = [busy.weights_s * layer * size / sum(matrices) for size in matrices]
-    cpu_s = [fc1_s * size / matrices[2] for size in matrices]
+    qkv_load_s, out_load_s, fc1_load_s, fc2_load_s = (
+        busy.weights_s * layer * size / sum(matrices) for size in matrices
+    )
+    qkv_s, out_s = (fc1_s * size / matrices[2] for size in matrices[:2])
     # What the device is left with: at most what it has to do alone.
     device_s = rates.decode_gpu_s(batch, 0) * layer * matrices[3] / sum(matrices)
     attend_s = busy.attend.seconds(batch * context_tokens) * layer
-    return LayerTimes(attend_s, *cpu_s[:3], *load_s, device_s)
+    return LayerTimes(
+        attend_s, qkv_s, out_s, fc1_s, qkv_load_s, out_load_s, fc1_load_s, fc2_load_s, device_s
+    )
