@@ -288,3 +288,100 @@ def test_decode_reads_what_vllm_encodes():
     unsalted = make(device, None)
     send(unsalted)
     assert (ask("tenant"), ask(None)) == (Match(0, 0), Match(3, 0))
+
+
+def sglang(*rows, rank=None):
+    """A payload as SGLang's publisher encodes it: events are arrays, their kind first."""
+    return msgspec.msgpack.encode([1.0, list(rows), rank])
+
+
+def page(*hashes, parent=None, medium="GPU", tokens=None, size=2, more=()):
+    tokens = list(range(len(hashes) * size)) if tokens is None else tokens
+    told = [] if medium == "none" else [medium]
+    return ["BlockStored", list(hashes), parent, tokens, size, None, *told, *more]
+
+
+@pytest.mark.parametrize(
+    ("medium", "tier"),
+    [
+        ("none", "device"), (None, "device"), ("GPU", "device"), ("CPU_PINNED", "host"),
+        ("CPU_TIER1", "host"), ("cpu", "host"), ("DISK", "disk"), ("CPU_TIER2", "disk"),
+        ("EXTERNAL", "disk"),
+    ],
+)  # fmt: skip
+def test_media_of_sglang_and_dynamo_become_tiers(medium, tier):
+    rank, events = decode(sglang(page(-7, 8, medium=medium), rank=3), "w", Counter(), CacheGroups())
+    assert rank == 3
+    assert [(one.tier, one.engine_hashes, one.rank) for one in events] == [(tier, (-7, 8), 3)]
+    assert np.array_equal(events[0].token_ids, range(4))
+
+
+def test_arrays_of_sglang_say_what_maps_say():
+    rows = [page(1, 2), page(3, parent=2), ["BlockRemoved", [1], "GPU"], ["BlockRemoved", [2]]]
+    maps = [stored((1, 2)), stored((3,), parent=2), removed(1), removed(2)]
+    theirs, ours = (decode_batch(payload, "w") for payload in (sglang(*rows), batch(*maps)))
+    assert list(map(repr, theirs)) == list(map(repr, ours))
+    assert decode_batch(sglang(["AllBlocksCleared"]), "w") == [TierCleared("w", None)]
+
+
+def test_salts_of_sglang_set_sequences_apart():
+    salted = page(1, more=[{"cache_salt": "t1", "unheard_of": 3}])
+    events = decode_batch(sglang(salted, page(2, medium="CPU_PINNED")), "w")
+    assert [one.salt for one in events] == [salt_of("t1"), None]
+    told = [stored(cache_salt=salt, medium="CPU_PINNED") for salt in ("t1", None)]
+    assert [one.salt for one in decode_batch(batch(*told), "w")] == [salt_of("t1"), 0]
+    assert one(stored(cache_salt="t1", parent=9)).salt is None
+
+
+def test_pairs_of_tokens_count_as_their_first():
+    pairs = [(5, 6), (6, 7), (7, 8), (8, 9)]
+    (event,) = decode_batch(sglang(page(1, 2, tokens=pairs)), "w")
+    assert np.array_equal(event.token_ids, [5, 6, 7, 8])
+    with pytest.raises(ValueError, match="pairs"):
+        decode_batch(sglang(page(1, tokens=[5, (6, 7)])), "w")
+
+
+def test_unknown_kinds_that_a_stream_may_name_are_bounded():
+    counts = Counter()
+    rows = [[f"Kind{number}" + "x" * 100] for number in range(200)]
+    assert decode_batch(sglang(*rows), "w", counts) == []
+    assert len(counts) <= 65
+    assert max(map(len, counts)) <= 64
+    assert counts.total() == 200
+
+
+@given(st.data())
+def test_hits_of_sglang_batches_are_those_of_the_batches(data):
+    """A tree of pages as HiCache moves them; hits equal the longest prefix held, page by page."""
+    size, counts = 4, Counter()
+    hasher = PrefixHasher(size, secret_from_seed("s"))
+    index, groups = PrefixIndex(hasher, 1000), CacheGroups()
+    prompts = [[*range(20)], [*range(8), *range(100, 112)], [*range(200, 220)]]
+    names = [[hash(tuple(p[: (i + 1) * size])) for i in range(5)] for p in prompts]
+    held = {"GPU": set(), "CPU_PINNED": set()}
+    for _ in range(data.draw(st.integers(1, 12))):
+        which, medium = data.draw(st.integers(0, 2)), data.draw(st.sampled_from(sorted(held)))
+        known, prompt = names[which], prompts[which]
+        if data.draw(st.booleans()):
+            # HiCache backs up what is on the device. What is there already is not told again.
+            rows = [
+                page(known[i], parent=known[i - 1] if i else None, size=size, medium=m,
+                     tokens=prompt[i * size : (i + 1) * size])
+                for m in ("GPU", "CPU_PINNED") if m in ("GPU", medium)
+                for i in range(data.draw(st.integers(1, 5))) if known[i] not in held[m]
+            ]  # fmt: skip
+            for row in rows:
+                held[row[6]] |= set(row[1])
+        else:
+            start = data.draw(st.integers(0, 4))
+            gone = [name for name in known[start:] if name in held[medium]]
+            rows = [["BlockRemoved", gone, medium]] if gone else []
+            held[medium] -= set(gone)
+        for event in decode(sglang(*rows), "w", counts, groups).events:
+            index.handle(event)
+    for known, prompt in zip(names, prompts, strict=True):
+        on_device = next((i for i, name in enumerate(known) if name not in held["GPU"]), 5)
+        behind = [name in held["CPU_PINNED"] for name in known[on_device:]]
+        in_host = next((i for i, is_held in enumerate(behind) if not is_held), len(behind))
+        hashes = hasher.prefix_hashes(np.array(prompt))
+        assert match_worker(index, hashes, "w")[:2] == (on_device, in_host)

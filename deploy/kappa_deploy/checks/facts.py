@@ -36,6 +36,21 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadBack:
+    """A prompt sent three times: new, cached on the device, and once others took its place there.
+    Each as (seconds, cached tokens, None where it does not say)."""
+
+    prompt_tokens: int = 0
+    new: tuple[float, int | None] = (0.0, None)
+    on_device: tuple[float, int | None] = (0.0, None)
+    evicted: tuple[float, int | None] = (0.0, None)
+    # Loads that the server counted at the third; None: it has no such counter.
+    loads: int | None = None
+    # Why nothing was found out.
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """The facts of a start, a machine, a running cluster or manifests."""
 
@@ -67,6 +82,8 @@ class Facts:
     # Blocks that the index holds.
     index_blocks: float = 0.0
     probe: Probe | None = None
+    # Servers behind `kappa route` of which a tier was tried, by name.
+    read_backs: Mapping[str, ReadBack] = field(default_factory=dict)
 
     # Kubernetes objects of one overlay.
     documents: Sequence[Mapping[str, Any]] = ()

