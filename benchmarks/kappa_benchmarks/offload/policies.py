@@ -169,6 +169,13 @@ class Policies:
         share = way.act_share if way.split is None else way.split(full)
         return round(share * full / self._bt) * self._bt
 
+    def lacks(self, name: str) -> str:
+        """Why a way cannot be tried: what was not measured of the CPU; empty if it can."""
+        if name == "host-cpu" and self.rates.multiply is None:
+            return "products of the CPU are not measured"
+        on_cpu = name == "host-cpu" or name.startswith("cpu-")
+        return attention_refused(self.rates) if on_cpu and self.rates.attend is None else ""
+
     def choice(self) -> str:
         """The planner's choice: the baseline, unless the other is worth it."""
         if self.cell.held:
@@ -176,7 +183,7 @@ class Policies:
         own = next(
             (n for n in ("host-kvpr", "cpu-ahead", "host-cpu") if n in self.cell.policies), ""
         )
-        if not own or (own == "cpu-ahead" and attention_refused(self.rates)):
+        if not own or self.lacks(own) or (own == "cpu-ahead" and attention_refused(self.rates)):
             return self.cell.policies[0]
         plain_s = self.predicted_s(self.way(self.cell.policies[0]))
         gain = 1.0 - self.predicted_s(self.way(own)) / plain_s
@@ -227,10 +234,8 @@ def decode_arms(rig: Rig, cell: DecodeCell) -> tuple[list[Arm], dict[str, str]]:
     choice = policies.choice()
     arms = []
     for name in cell.policies:
-        whole = name == "host-cpu"
-        lacks = rig.rates.attend is None or (whole and rig.rates.multiply is None)
-        if lacks and (whole or name.startswith("cpu-")):
-            left_out[name] = attention_refused(rig.rates) or "products are not measured"
+        if why := policies.lacks(name):
+            left_out[name] = why
             continue
         way = policies.way(name)
         predicted_s = None if cell.held else policies.predicted_s(way)
