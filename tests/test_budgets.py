@@ -81,9 +81,9 @@ def closure(start: str) -> set[str]:
 @pytest.mark.parametrize(
     ("packages", "most"),
     [
-        (PRODUCT, 45_498),  # goal: 37,000
-        (("benchmarks",), 10_610),  # goal: 9,000
-        (("tests",), 52_422),  # goal: 40,000
+        (PRODUCT, 47_894),  # goal: 37,000
+        (("benchmarks",), 10_765),  # goal: 9,000
+        (("tests",), 54_612),  # goal: 40,000
     ],
 )
 def test_code_lines_stay_within_budget(packages, most):
