@@ -37,10 +37,10 @@ def test_what_is_recomputed_at_once_is_within_the_budget(both_at_once, monkeypat
     computed = []
     run = ModelRunner._run
 
-    def counted(self, chunks):
-        loads = [sequence.load for sequence in chunks if sequence.load is not None]
+    def counted(self, *batches, **options):
+        loads = [one.load for chunks in batches for one in chunks if one.load is not None]
         computed.append(sum(load.plan.tokens("R") for load in loads))
-        return run(self, chunks)
+        return run(self, *batches, **options)
 
     monkeypatch.setattr(ModelRunner, "_run", counted)
     with engine(budget_tokens=18) as made:
