@@ -82,7 +82,7 @@ def closure(start: str) -> set[str]:
     ("packages", "most"),
     [
         (PRODUCT, 47_894),  # goal: 37,000
-        (("benchmarks",), 10_765),  # goal: 9,000
+        (("benchmarks",), 10_766),  # goal: 9,000
         (("tests",), 54_612),  # goal: 40,000
     ],
 )

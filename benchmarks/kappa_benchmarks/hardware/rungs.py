@@ -54,7 +54,7 @@ _MOST_BLOCK_TOKENS = 64
 _SAME = 1e-3
 _DECODED_TOKENS = 32
 # As the groups of the settings "gpu" and "smallest".
-_PAPERS = ("KVPR", "HybridServe", "CPU attention", "CLO")
+_PAPERS = ("KVPR", "HybridServe", "CPU attention", "weights", "CLO")
 _COMPARED_TOKENS, _LIKELIEST = 8, 20
 
 

@@ -215,6 +215,7 @@ _GPU = Setting(
         Group("opt-1b", (DecodeCell(24, 512, 9, ("host-kv", "host-hybrid", "hybrid-75"), held=8),)),
         Group("llama-1b", (DecodeCell(8, 1_024, 9, ("host-kv", "cpu-25", "cpu-50", "device")),),
               cpu_threads=4),
+        Group("opt-1b", (DecodeCell(8, 512, 9, ("host-weights", "host-kvpr")),), weights=1.0),
         Group("llama-1b", (SparseCell(4, 8_192),)),
     ),
     profile=ProfileSettings(), device="cuda", dtype="bfloat16",
