@@ -14,7 +14,8 @@ from kappa.plans.load_plan import layout
 from kappa_engine.block_pool import BlockType
 from kappa_engine.cpu_attention import CpuAttention
 from kappa_engine.kv_cache import Arena, ArenaSize, ArenaTooLarge
-from kappa_engine.profile import ProfileSettings, elapsed_s, machine_peaks, profile
+from kappa_engine.peaks import elapsed_s, machine_peaks
+from kappa_engine.profile import ProfileSettings, profile
 from kappa_engine.sparse.gather_kernel import Gather, gather_rows, pairs
 from kappa_engine.step import prompt_row
 from kappa_engine.transfer import CudaMover, TransferFailed, mover_for

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from kappa_engine.profile import machine_peaks
+from kappa_engine.peaks import machine_peaks
 
 REQUEST = {
     "sizes_bytes": [1 << 12, 1 << 16],

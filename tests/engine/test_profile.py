@@ -21,7 +21,8 @@ from kappa.plans.split import Costs
 from kappa_engine.config import read_config
 from kappa_engine.forward import Forward
 from kappa_engine.kv_cache import Arena, ArenaSize
-from kappa_engine.profile import ProfileSettings, cached_profile, device_name, profile, repeating
+from kappa_engine.peaks import device_name, repeating
+from kappa_engine.profile import ProfileSettings, cached_profile, profile
 from kappa_engine.transfer import CpuMover, TransferFailed
 from kappa_engine.weights import random_weights
 from tests.engine.links import Link

@@ -34,7 +34,7 @@ from kappa_benchmarks.hardware.engines import (
 )
 from kappa_benchmarks.offload.cells import setting
 from kappa_benchmarks.offload.run import Run
-from kappa_engine.profile import finish, repeating
+from kappa_engine.peaks import finish, repeating
 from kappa_engine.transfer import Copies, mover_for
 from kappa_engine.weights import DTYPES
 

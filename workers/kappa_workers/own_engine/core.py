@@ -32,7 +32,7 @@ from vllm.v1.metrics.stats import PrefillStats
 
 from kappa_engine.engine_thread import EngineThread
 from kappa_engine.llm_engine import Engine
-from kappa_engine.profile import machine_peaks
+from kappa_engine.peaks import machine_peaks
 from kappa_engine.sampling import GREEDY
 from kappa_engine.sequence import EngineRequest, Output
 from kappa_engine.stats import Account

@@ -28,7 +28,8 @@ from kappa_engine.config import read_config
 from kappa_engine.forward import Forward
 from kappa_engine.kv_cache import Arena, ArenaSize
 from kappa_engine.llm_engine import Engine
-from kappa_engine.profile import cached_profile, machine_peaks
+from kappa_engine.peaks import machine_peaks
+from kappa_engine.profile import cached_profile
 from kappa_engine.settings import EngineOptions
 from kappa_engine.sparse.forward import SparseForward, sparse_forward
 from kappa_engine.sparse.serving import SparseServing

@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kappa.plans.measured import fit_line
-from kappa_engine.profile import finish, repeating
+from kappa_engine.peaks import finish, repeating
 
 _SIZES = (1, 2, 4, 8, 16, 64, 256)
 # So often each size, after a first; beside compute fewer. What else runs on the machine only adds:

@@ -12,9 +12,9 @@ class MeasuredWorker:
     """A part of a worker of vLLM's; it defines no name that vLLM's workers have."""
 
     def kappa_profile(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The peaks of this process (`kappa_engine.profile.machine_peaks`), and if `request` has an
+        """The peaks of this process (`kappa_engine.peaks.machine_peaks`), and if `request` has an
         `engine`, arguments of `measure_engine`, what this engine measures of itself."""
-        from kappa_engine.profile import machine_peaks
+        from kappa_engine.peaks import machine_peaks
         from kappa_workers.vllm.measured_engine import measure_engine
 
         found = machine_peaks(request)
