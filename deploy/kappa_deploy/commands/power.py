@@ -18,10 +18,12 @@ from kappa_router.console import fail
 
 _DECISIONS = 4096
 _TIMEOUT_S = 30.0
-_COLUMNS = (
-    "node", "GPU", "W", "cap W", "source", "model off", "J/token", "advised cap W", "TTFT +",
-    "freed W",
-)  # fmt: skip
+_COLUMNS = {
+    "node": "node", "gpu": "GPU", "w": "W", "cap_w": "cap W", "source": "source",
+    "model_off": "model off", "j_per_token": "J/token", "advised_w": "advised cap W",
+    "ttft_growth": "TTFT +", "freed_w": "freed W",
+}  # fmt: skip
+"""Headings of the table by a row's keys."""
 
 
 def power(
@@ -50,18 +52,8 @@ def power(
         found = {"nodes": rows, "freed_w": freed_w, "tolerance": tolerance, "table5": table5}
         console.print_json(found | about)
         return
-    figures = (
-        "w",
-        "cap_w",
-        "source",
-        "model_off",
-        "j_per_token",
-        "advised_w",
-        "ttft_growth",
-        "freed_w",
-    )
-    cells = [[row["node"], row["gpu"], *(_cell(key, row[key]) for key in figures)] for row in rows]
-    console.print_table(None, _COLUMNS, cells, left=2)
+    cells = [[_cell(key, row[key]) for key in _COLUMNS] for row in rows]
+    console.print_table(None, tuple(_COLUMNS.values()), cells, left=2)
     console.print_text(
         f"{freed_w:.0f} W could be freed at a mean TTFT within {tolerance:.1%}; advice only, "
         "nothing was changed. model, paced: by the catalogue, not measured; model off: the model's "
@@ -77,9 +69,9 @@ def power(
 def node_rows(
     nodes: Iterable[Mapping[str, Any]], decisions: Iterable[Mapping[str, Any]], tolerance: float
 ) -> list[dict[str, Any]]:
-    """A row for each of `/v1/nodes`: draw and cap in watts, how far
-    the model is off where NVML measures, as a share, joules per token, the advised cap, and
-    the watts between the caps; figures are None where there are none."""
+    """A row for each of `/v1/nodes`: draw and cap in watts, how far the model is off where NVML
+    measures, as a share, joules per token, the advised cap, and the watts between the caps; figures
+    are None where there are none."""
     waits_s = defaultdict(list)
     for decision in decisions:
         # What its first token waited for, as measured, else as predicted.
@@ -116,6 +108,6 @@ def _row(
 def _cell(key: str, value: Any) -> str:
     if key in ("ttft_growth", "model_off"):
         return console.percent(value)
-    if value is None or key == "source":
+    if value is None or key in ("node", "gpu", "source"):
         return value or "-"
     return f"{value:.3g}" if key == "j_per_token" else f"{value:.0f}"
