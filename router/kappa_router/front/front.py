@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -59,7 +59,6 @@ _DECIDED = _COMMON.union(PROMPT_FIELDS, TOKENIZED_FIELDS)
 _DEPLOYMENT = "front"
 _KEEPALIVE_S = 4.0
 _LEFT = "it left the pool"
-NO_RANKS: Mapping[str, int | None] = {}
 # Prompts that servers tokenize for us.
 _TOKENIZED_AT_ONCE = 8
 
@@ -145,8 +144,7 @@ class Front:
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
-        ranks = [each for backend in settings.backends for each in backend.ranks()]
-        self.have({one.worker: one for one, _ in ranks}, {one.worker: n for one, n in ranks})
+        self.have([each for backend in settings.backends for each in backend.ranks()])
         return self
 
     def run(self, name: str, worker: str, task: Callable[[], Awaitable[None]]) -> None:
@@ -166,11 +164,10 @@ class Front:
 
     # -- servers ------------------------------------------------------------------------------
 
-    def have(
-        self, wanted: Mapping[str, BackendSettings], ranks: Mapping[str, int | None] = NO_RANKS
-    ) -> None:
-        """The servers from now on, by name, and of each that is a data-parallel rank its number.
-        One that is not among them any more gets no request, and is forgotten when it has none."""
+    def have(self, servers: Sequence[tuple[BackendSettings, int | None]]) -> None:
+        """The servers from now on, and of each that is a data-parallel rank its number. One that is
+        not among them any more gets no request, and is forgotten when it has none."""
+        wanted = {one.worker: (one, rank) for one, rank in servers}
         for name in self.backends.keys() - wanted.keys():
             backend = self.backends[name]
             for task in self._tasks.pop(name, ()):
@@ -181,14 +178,14 @@ class Front:
                 self._publish()
             elif name not in self.live.router.workers:
                 del self.backends[name]
-        for name, one in wanted.items():
+        for name, (one, rank) in wanted.items():
             if name in self._tasks:
                 continue
             backend = self.backends.get(name) or Backend(
                 one, self.settings.probe, self._http, self._changed, self._block_tokens,
                 self.changed.set,
             )  # fmt: skip
-            backend.rank = ranks.get(name)
+            backend.rank = rank
             self.backends[name] = backend
             self.run("probe", name, backend.watch)
             for endpoint in one.events:

@@ -165,14 +165,15 @@ class InferencePool:
         self, http: aiohttp.ClientSession, pods: list[dict[str, Any]], ports: list[int]
     ) -> None:
         """These pods' servers are the front's, from now on."""
-        wanted, faults = dict[str, BackendSettings](), set[str]()
+        wanted, faults = list[tuple[BackendSettings, None]](), set[str]()
         for pod in pods:
             try:
                 made = self._servers(pod, await self._profile(http, pod), ports)
             except ValueError as error:
                 faults.add(f"pod {pod['metadata']['name']}: {error}")
                 continue
-            wanted |= {one.worker: one for one in made}
+            # At a port of its own a rank is named by nothing else.
+            wanted += [(one, None) for one in made]
         for fault in sorted(faults - self._faults):
             log.error("pod_not_used", why=fault)
         self._faults = faults
