@@ -367,7 +367,9 @@ class Outcomes:
         """Seconds per token to expect there, where it is `alone_s` without prompts in between, and
         no more than `bounded_s` with them."""
         share = self.prompt_share(now_s, long=long)
-        return _stretched_s(self.slowdown * alone_s, share, self.slowdown * bounded_s)
+        alone_s *= self.slowdown
+        beside_s = alone_s / (1 - min(share, MOST_USE))
+        return _within_s(beside_s, alone_s, self.slowdown * bounded_s)
 
     def prompt_share(self, now_s: float, *, long: bool = False) -> float:
         """Delay by the prompts sent there, in seconds per second: of the last 3, or of the last 12.
@@ -428,7 +430,7 @@ class Lateness:
             # By the prompts that came while it decoded, those before it left out. Their recent
             # share says less: where few come it is mostly chance, which would then count twice.
             delay_s = (outcomes.delayed_s - begun_s) / (tokens - 1)
-            expected_s = min(flight.tpot_s + delay_s, max(flight.tpot_s, flight.bounded_s))
+            expected_s = _within_s(flight.tpot_s + delay_s, flight.tpot_s, flight.bounded_s)
             measured_s = (now_s - flight.first_token_s) / (tokens - 1)
             outcomes.slowdowns.append(measured_s / expected_s)
             typical = _quantile(outcomes.slowdowns, 0.5)
@@ -448,9 +450,9 @@ def _overdue_s(flight: Flight, now_s: float) -> float:
     return now_s - flight.sent_s - flight.chosen.ttft_s
 
 
-def _stretched_s(alone_s: float, share: float, bounded_s: float) -> float:
-    """Seconds per token where prompts take this share of the time."""
-    return min(alone_s / (1 - min(share, MOST_USE)), max(alone_s, bounded_s))
+def _within_s(token_s: float, alone_s: float, bounded_s: float) -> float:
+    """Seconds per token beside prompts, where steps with a prompt last no longer than a bound."""
+    return min(token_s, max(alone_s, bounded_s))
 
 
 def _quantile(samples: deque[float], share: float) -> float:
