@@ -33,6 +33,7 @@ from kappa_workload.reading import (
     estimated_tokens,
     json_items,
     json_lines,
+    required_fields,
     table_records,
 )
 from kappa_workload.shapes import Message, Texts, Workload, key_of, of_user
@@ -149,8 +150,7 @@ class Format:
     @property
     def fields(self) -> list[str]:
         """The fields that a record has at least."""
-        fields = msgspec.structs.fields(self.record)
-        return [field.encode_name for field in fields if field.required]
+        return required_fields(self.record)
 
 
 FORMATS = (
@@ -194,8 +194,8 @@ def read_published(paths: Sequence[Path], form: Format, how: ReadAs) -> Workload
     for where, record in islice(records, how.limit):
         with at(where):
             key, text, asked = record.asked()
-        left_out += not (asked and text)
         if not (asked and text):
+            left_out += 1
             continue
         if key not in bodies:
             bodies[key], groups[key] = text, []

@@ -209,6 +209,11 @@ def csv_records(path: Path, kind: type[T]) -> Iterator[tuple[str, T]]:
         raise WorkloadError(f"{path}: holds no records")
 
 
+def required_fields(kind: Any) -> list[str]:
+    """The fields that a record of a struct has at least, as its file names them."""
+    return [field.encode_name for field in msgspec.structs.fields(kind) if field.required]
+
+
 def columns_of(path: Path) -> list[str]:
     """Names of a Parquet file's columns."""
     import polars as pl
@@ -225,10 +230,9 @@ def table_records(path: Path, kind: Any) -> Iterator[tuple[str, Any]]:
     """
     import polars as pl
 
-    names = [f.encode_name for f in msgspec.structs.fields(kind) if f.required]
     number = 0
     with _parquet(path):
-        table = pl.scan_parquet(path).select(names)
+        table = pl.scan_parquet(path).select(required_fields(kind))
         for batch in table.collect_batches(chunk_size=_ROWS, maintain_order=True):
             for row in batch.iter_rows(named=True):
                 number += 1
