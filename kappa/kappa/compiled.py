@@ -67,6 +67,7 @@ def _uncompiled(function: F) -> F:
         with np.errstate(all="ignore"):
             return function(*map(_as_compiled, arguments))
 
+    # As what numba compiles has it; a function's type knows no attributes.
     call.py_func = function  # type: ignore[attr-defined]
     return cast(F, call)
 

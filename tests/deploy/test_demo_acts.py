@@ -13,7 +13,7 @@ from kappa_deploy.commands.demo_rows import Worth
 from kappa_loadtest.run_folder import RequestRecord
 
 
-def test_documents_are_read_and_then_asked_by_many_between_fresh_prompts():
+def test_act_reads_documents_before_questions_and_fresh_prompts():
     settings = load_settings(**demo_settings())
     act, again = documents_act(settings), documents_act(settings)
     assert act == again

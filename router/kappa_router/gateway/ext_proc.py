@@ -55,8 +55,8 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     },
     "HeaderValueOption": {"header": (1, "HeaderValue"), "append_action": (3, "int32")},
     "HeaderMutation": {"set_headers": (1, "*HeaderValueOption"), "remove_headers": (2, "*string")},
-    "Streamed": {"body": (1, "bytes"), "end_of_stream": (2, "bool")},
-    "BodyMutation": {"streamed_response": (3, "Streamed")},
+    # Envoy's StreamedBodyResponse has the fields of a body.
+    "BodyMutation": {"streamed_response": (3, "HttpBody")},
     "Common": {
         "header_mutation": (2, "HeaderMutation"),
         "body_mutation": (3, "BodyMutation"),

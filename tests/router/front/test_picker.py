@@ -360,21 +360,21 @@ async def test_port_that_is_taken_is_named():
                 pass
 
 
+HERE = {"url": "http://a:1", "profile": "h100-pcie5"}
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"backends": [{"url": "https://a:1", "profile": "h100-pcie5"}]}, "has TLS"),
-        ({"backends": [{"url": "http://a:1/x", "profile": "h100-pcie5"}]}, "a path"),
-        (
-            {"backends": [{"url": "http://a:1", "profile": "h100-pcie5", "data_parallel_size": 2}]},
-            "give each rank a port",
-        ),
+        ({"backends": [HERE | {"url": "https://a:1"}]}, "has TLS"),
+        ({"backends": [HERE | {"url": "http://a:1/x"}]}, "a path"),
+        ({"backends": [HERE | {"data_parallel_size": 2}]}, "give each rank a port"),
         ({"http": {"decider_away": "least_request"}}, "failureMode"),
         ({"present": "http://b:1"}, "no balancer"),
     ],
 )
 def test_settings_that_a_gateway_cannot_keep_are_refused(given, says):
-    there = {"backends": [{"url": "http://a:1", "profile": "h100-pcie5"}], "epp": {}, **given}
+    there = {"backends": [HERE], "epp": {}, **given}
     with pytest.raises(ValueError, match=says):
         load_front_settings(None, **there)
 
