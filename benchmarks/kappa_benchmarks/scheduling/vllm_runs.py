@@ -90,7 +90,7 @@ def engine_arguments(
     """vLLM's arguments for a policy on a setting; `blocks`: usable ones (vLLM keeps one more)."""
     stats, dilation = stats_in(folder), serving.dilation
     token_s = setting.load_token_s * dilation
-    link = {"token_s": token_s, "fixed_s": mix.LINK_FIXED_S * dilation}
+    link = {"token_s": token_s, "fixed_s": setting.load_fixed_s * dilation}
     rules = LinkRules(
         duplex="half" if setting.stores == "shared" else "full",
         order="fifo" if policy in ("fcfs", BARE) else "loads_first",
