@@ -140,6 +140,16 @@ def test_servers_are_scaled_on_a_metric_that_exists():
     assert trigger["metadata"]["threshold"] == "0.5"
 
 
+def test_pods_are_annotated_where_a_deployment_shrinks():
+    picker = {"port": 9002, "pool": {"name": "models/chat", "deletion_costs": True}}
+    scaling = {"enabled": True, "deployment": "vllm", "maxReplicas": 4}
+    kinds = rendered({"config": {**PICKER["config"], "epp": picker}, "scaling": scaling})
+    assert "patch" in kinds["Role"]["rules"][1]["verbs"]
+    target = kinds["ScaledObject"]["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == ("Deployment", "vllm")
+    assert "patch" not in rendered(PICKER)["Role"]["rules"][1]["verbs"]
+
+
 def test_changed_settings_replace_the_pods():
     def annotations(**changes):
         template = rendered({"config": OPEN | changes})["Deployment"]["spec"]["template"]

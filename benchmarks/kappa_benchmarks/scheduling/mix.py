@@ -33,13 +33,15 @@ POLICIES = (
     "fcfs", "fcfs_link", "priority", "vtc", "dlpm", "equinox", "hrrn", "cap1", "greedy", "fair",
 )  # fmt: skip
 WORKLOADS = (
-    "mixed", "mixed10", "roomy", "packing", "mixed_stream", "fresh", "heavy_light", "small_vs_large",
+    "mixed", "mixed10", "mixed_stream", "roomy", "packing", "fresh", "heavy_light",
+    "small_vs_large",
 )  # fmt: skip
 """mixed: all at once, offloaded ones first. mixed10: ten times the blocks and the requests.
-roomy: those requests, with blocks for all of them. packing: Figure 8 of the paper thirty times, in
-a drawn order: pairs of prompts fill the blocks, some of them the budget, too. mixed_stream: those requests on the small device, in a drawn order at drawn times. fresh: no reuse,
-all at once. heavy_light: like requests, three times as many of one tenant, which came first.
-small_vs_large: a stream that keeps the blocks taken, and one request that needs most."""
+mixed_stream: those requests on the small device, in a drawn order at drawn times. roomy: those of
+mixed10, with blocks for all. packing: Figure 8 of the paper thirty times, in a drawn order: pairs
+of prompts fill the blocks, some of them the budget, too. fresh: no reuse, all at once. heavy_light:
+like requests, three times as many of one tenant, which came first. small_vs_large: a stream that
+keeps the blocks taken, and one request that needs most."""
 
 
 @dataclass(frozen=True, slots=True)
