@@ -110,7 +110,8 @@ def engine_arguments(
         }  # fmt: skip
     return {
         "model": serving.model or str(bench_model()), "skip_tokenizer_init": True,
-        "dtype": "float32", "max_model_len": 1024, "block_size": mix.BLOCK_TOKENS,
+        "dtype": "float32", "max_model_len": min(1024, blocks * mix.BLOCK_TOKENS),
+        "block_size": mix.BLOCK_TOKENS,
         "num_gpu_blocks_override": blocks + 1,
         "max_num_batched_tokens": mix.BUDGET_TOKENS, "max_num_seqs": mix.MAX_RUNNING,
         "enforce_eager": True, "enable_prefix_caching": True, "disable_log_stats": True,
