@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -97,6 +99,17 @@ def test_every_division_between_cpu_and_device_is_exact(family: str, division: D
         handles = [submit(made, prompt(n, seed=n), 14) for n in (41, 7)]
         scores, _ = run(made, *handles)
         assert all(agrees(family, handle, scores[handle]) for handle in handles)
+
+
+def test_fc2_is_waited_for_when_all_of_fc1_is_the_cpus() -> None:
+    options = {"host": ALL, "cpu_threads": 1, "planner": "host-cpu", "budget_tokens": 40}
+    with engine("opt", **options) as made:
+        made.planning.division = lambda batch, context: DIVISIONS[2]
+        asked = submit(made, prompt(33), 8)
+        step_until(made, asked, 2)
+        link_of(made).breaks = lambda way, copies: bool(time.sleep(0.02))
+        finish(made)
+        assert asked.tokens[33:] == expected(asked.tokens[:33], 8, "opt")
 
 
 @pytest.mark.parametrize("division", DIVISIONS, ids=str)
