@@ -70,12 +70,12 @@ class Router(Pool):
                 decision = self._admitted(request, decision, steered=bool(to))
             elif request.ttft_limit_s and not to:
                 decision = self._in_time(request, decision, now_s)
-        return self._reserved(decision, now_s)
+        return self._reserved(request, decision, now_s)
 
-    def _reserved(self, decision: Decision, now_s: float) -> Decision:
+    def _reserved(self, request: RouteRequest, decision: Decision, now_s: float) -> Decision:
         estimates, index = decision.priced, decision.index
         flight = self.reserve(decision.request_id, estimates, index)
-        flight.own, flight.sent_s = True, now_s
+        flight.own, flight.sent_s, flight.max_tokens = True, now_s, request.max_tokens
         flight.chosen, flight.informed = decision.chosen, decision.informed
         self.reservations += 1
         if decision.informed:
