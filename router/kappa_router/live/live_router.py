@@ -330,10 +330,10 @@ class LiveRouter:
         for request_id in lost:
             if request_id in self.records:
                 self.records[request_id].end = "worker_died"
-        self.node_renamed(node)
+        self.node_renamed(worker)
 
-    def node_renamed(self, before: str) -> None:
-        self.metrics.forget_node(before)
+    def node_renamed(self, worker: str) -> None:
+        self.metrics.forget("worker", worker)
 
     def worker_died(self, worker: str) -> None:
         in_flight = sum(1 for _ in self.router.flights_on(worker))

@@ -458,6 +458,26 @@ async def test_decision_is_explained_without_being_made():
         assert not front.live.router.flights
 
 
+async def test_servers_of_one_profile_have_gauges_of_their_own():
+    async with serving(FakeServer(), FakeServer()) as servers:
+        rows = [
+            {"url": one.url, "profile": "h100-pcie5", "name": name}
+            for one, name in zip(servers, "ab", strict=True)
+        ]
+        servers[0].hold.clear()
+        async with routing(*rows) as front:
+            busy = asyncio.create_task(front.http.post(CHAT, json=chat()))
+            await until(lambda: front.live.router.in_flight)
+            text = await (await front.http.get("/metrics")).text()
+            servers[0].hold.set()
+            await busy
+        found = [line for line in text.splitlines() if line.startswith("kappa_reservations{")]
+        assert sorted(found) == [
+            'kappa_reservations{node="h100-pcie5",worker="a"} 1.0',
+            'kappa_reservations{node="h100-pcie5",worker="b"} 0.0',
+        ]
+
+
 async def test_same_id_twice_at_a_time_is_two_requests():
     async with fronted(FakeServer()) as (front, servers):
         servers[0].hold.clear()
