@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -12,7 +14,8 @@ from kappa_router.api import errors, status
 from kappa_router.api.app import Door, guard
 from kappa_router.api.checks import digits
 from kappa_router.api.face import Face
-from kappa_router.api.request import inbound_of
+from kappa_router.api.metadata import SESSION_HEADER
+from kappa_router.api.request import inbound_of, objective_of
 from kappa_router.front.front import Front
 from kappa_router.page.mount import add_page
 
@@ -94,8 +97,13 @@ class _Face(Face):
 
     async def route(self, request: Request) -> Response:
         """The decision that would be made for a body; nothing is sent or reserved.
-        ApiError 400 if that is no JSON object; what else is wrong with it a server would say."""
-        inbound = inbound_of(request)
-        wanted = await self._front.read(DECIDED_PATHS[0], inbound.body, strict=True)
-        routed = self._front.request(inbound.request_id, wanted)
+        ApiError 400 if that is no JSON object, and for an objective that is none; what else is
+        wrong with it a server would say."""
+        inbound, front = inbound_of(request), self._front
+        rules, tenant = front.settings.router, inbound.tenant
+        priority, ttft_limit_s = objective_of(request.headers, rules, tenant)
+        wanted = await front.read(DECIDED_PATHS[0], inbound.body, tenant, strict=True)
+        wanted.session = request.headers.get(SESSION_HEADER) or wanted.session
+        routed = front.request(inbound.request_id, wanted)
+        routed = replace(routed, priority=priority, ttft_limit_s=ttft_limit_s)
         return self.explained(routed, request)

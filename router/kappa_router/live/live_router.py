@@ -209,11 +209,13 @@ class LiveRouter:
         return decision
 
     def explain(self, request: RouteRequest) -> Decision:
-        """The decision that `route` would make; nothing is reserved. Raises `NoWorkerError`."""
-        return self.priced(request).decision
+        """The decision that `route` would make without admission; nothing is reserved. Raises
+        `NoWorkerError`."""
+        asked = self.priced(request)
+        return self.router.in_time(asked.request, asked.decision, asked.now_s)
 
     def priced(self, request: RouteRequest) -> Explained:
-        """As `explain`, to be routed at once."""
+        """The cheapest, whatever limit the request asks for, to be routed at once."""
         return self._asked(self.router.explain, request)
 
     def _asked(
