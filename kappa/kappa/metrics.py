@@ -260,6 +260,11 @@ SHADOW_SAVING = _counter(
 OTHERS_RESERVATIONS = _gauge(
     "kappa_others_reservations", "requests in flight that other deciders sent"
 )
+PEER_AGE = _gauge(
+    "kappa_peer_age_seconds",
+    "since another kappa route last told what it has in flight; from 2 s on that is forgotten",
+    "peer",
+)
 RETRIES = _counter(
     "kappa_retries", "requests tried elsewhere, by the node that failed them and why", "node", "why"
 )

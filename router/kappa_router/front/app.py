@@ -17,6 +17,7 @@ from kappa_router.api.face import Face
 from kappa_router.api.metadata import SESSION_HEADER
 from kappa_router.api.request import inbound_of, objective_of
 from kappa_router.front.front import Front
+from kappa_router.front.peers import PEERS_PATH
 from kappa_router.page.mount import add_page
 
 _JSON_LINES = "application/x-ndjson"
@@ -43,6 +44,7 @@ def own_routes(front: Front, door: Door) -> list[Route]:
         Route("/v1/nodes", face.nodes),
         Route("/v1/tenants", face.tenants),
         Route("/v1/journal", face.journal),
+        Route(PEERS_PATH, face.in_flight),
         Route("/v1/route", face.route, methods=["POST"]),
         Route("/v1/decisions", face.listed),
         Route("/v1/decisions/{request_id:path}", face.single),
@@ -71,6 +73,11 @@ class _Face(Face):
         """As `decision`."""
         return await self.decision(request.path_params["request_id"], request)
 
+    async def metrics(self, request: Request) -> Response:
+        """As `Face.metrics`."""
+        self._front.peers.rows()
+        return await super().metrics(request)
+
     async def models(self, request: Request) -> Response:
         """Every model that some server serves now."""
         return JSONResponse({"object": "list", "data": self._front.models()})
@@ -88,7 +95,13 @@ class _Face(Face):
     async def nodes(self, request: Request) -> Response:
         """Every server as the router knows it, and whether it answers."""
         live = self._front.live
-        return JSONResponse({"nodes": status.nodes(live), "backends": self._front.rows()})
+        peers = self._front.peers.rows()
+        rows = {"nodes": status.nodes(live), "backends": self._front.rows(), "peers": peers}
+        return JSONResponse(rows)
+
+    async def in_flight(self, request: Request) -> Response:
+        """What this router has in flight, as its peers follow it (`Peers.told`)."""
+        return StreamingResponse(self._front.peers.told(), media_type=_JSON_LINES)
 
     async def journal(self, request: Request) -> Response:
         """The journal of the rollout, JSON lines; empty if none is written."""

@@ -357,6 +357,12 @@ class LiveRouter:
         state = self.router.workers.get(worker)
         return state.announcement.node.name if state is not None else worker
 
+    def others(self, report: WorkerReport) -> None:
+        """As `Pool.others`."""
+        self.router.others(report, self.now_s())
+        if report.finished:
+            self.suspects.ended(report.worker, self.now_s())
+
     def reported(self, report: WorkerReport) -> None:
         """A worker's report: what it says of requests goes by our ids, as far as they are ours."""
         state = self.router.workers.get(report.worker)
