@@ -155,10 +155,10 @@ class Forward:
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             future = cpu.product(x, getattr(self.weights.layers[layer], name)[:rows])
-            rest = []
-            if rows < len(weight):
+            if name == "up":
+                # The rest of FC1, and FC2, cross while the CPU computes.
                 self.ring.wait(layer, "mlp")
-                rest = [F.linear(x, weight[rows:])]
+            rest = [F.linear(x, weight[rows:])] if rows < len(weight) else []
             out = torch.cat([result(future).to(x.device), *rest], dim=1)
             return out if bias is None else out + bias
 

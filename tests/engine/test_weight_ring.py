@@ -25,7 +25,7 @@ from tests.engine.engines import (
     step_until,
     submit,
 )
-from tests.engine.links import Link
+from tests.engine.links import Link, lags
 from tests.engine.rig import prompt as prompt_ids
 from tests.engine.rig import rig
 from tests.engine.test_host_residents import MODES, SMALL, agrees, run
@@ -63,6 +63,17 @@ def test_prefixes_come_back_beside_weights_that_cross(plan: str) -> None:
     with engine(host=ALL, cpu_threads=1) as made:
         generate_in_host(made, prompt(40), count=1)
         assert generate(made, prompt(40), planner=plan) == [expected(prompt(40))]
+
+
+@pytest.mark.parametrize("mode", [*MODES, "host-weights"])
+def test_contexts_and_weights_are_waited_for(mode: str) -> None:
+    options = {"size": SMALL, "rates": even_rates(), "host": ALL}
+    options |= MODES.get(mode, {**MODES["host-kv"], "planner": mode})
+    with engine("opt", **options) as made:
+        link_of(made).breaks = lags
+        asked = submit(made, prompt(41), 5)
+        finish(made)
+        assert asked.tokens[41:] == expected(asked.tokens[:41], 5, "opt")
 
 
 def test_weights_cross_once_a_step_for_all_mini_batches() -> None:
@@ -118,6 +129,17 @@ def test_what_the_cpu_computes_does_not_cross(division: Division) -> None:
         assert made.stats().link["h2d_bytes"] - before == 3 * 8 * crossed
         finish(made)
         assert asked.tokens[33:] == expected(asked.tokens[:33], 8, "opt")
+
+
+@pytest.mark.parametrize("division", DIVISIONS, ids=str)
+def test_divisions_wait_for_weights_that_cross_slowly(division: Division) -> None:
+    options = {"host": ALL, "cpu_threads": 1, "planner": "host-cpu", "budget_tokens": 40}
+    with engine("opt", **options) as made:
+        made.planning.division = lambda batch, context: division
+        link_of(made).breaks = lags
+        asked = submit(made, prompt(33), 5)
+        finish(made)
+        assert asked.tokens[33:] == expected(asked.tokens[:33], 5, "opt")
 
 
 def test_matrices_on_the_device_are_not_the_cpus() -> None:

@@ -205,6 +205,11 @@ class InferencePoolSettings(Section):
     events_port: int | None = Field(
         None, ge=1, le=65535, description="where pods publish KV events; ranks at those that follow"
     )
+    deletion_costs: bool = Field(
+        False,
+        description="annotate pods with the tokens that their caches spared the last requests, so "
+        "that a ReplicaSet that shrinks removes the pod with the fewest; needs the right to patch",
+    )
 
 
 class PickerSettings(Section):

@@ -25,7 +25,7 @@ def route(
         typer.Option(
             "--backend",
             "-b",
-            help="URL=PROFILE: a server and its node (kappa tables lists them). Say it again "
+            help="URL=PROFILE: a server and its node (a wrong name lists them all). Say it again "
             "for each.",
         ),
     ] = None,
