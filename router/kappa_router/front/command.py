@@ -56,6 +56,10 @@ def route(
             min=0, max=65535, help="Pick servers for a gateway instead (ext-proc), at this port."
         ),
     ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="URL of another kappa route before these servers, or of all of them."),
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
 ) -> None:
     """Route requests among OpenAI-compatible servers, until Ctrl-C."""
@@ -67,6 +71,7 @@ def route(
         {
             "http": {"port": port, "host": host}, "epp": {"port": epp},
             "access": {"allow_open": allow_open or None}, "router": {"mode": mode},
+            "peers": {"urls": peer or None},
         },
     )  # fmt: skip
     from kappa.logging import configure
@@ -81,7 +86,8 @@ def _announce(settings: FrontSettings, url: str) -> None:
     pool = settings.epp.pool if settings.epp else None
     servers = pool.name if pool else ", ".join(one.url for one in settings.backends)
     what = "picking for a gateway" if settings.epp else f"routing {url}/v1"
-    warn(f"{what} among {servers}; watch it at {url}/", "dim")
+    others = f", with {', '.join(settings.peers.urls)}" if settings.peers.urls else ""
+    warn(f"{what} among {servers}{others}; watch it at {url}/", "dim")
     if not COMPILES:
         warn("each decision takes milliseconds; with kappa-router[fast] less than one", "dim")
 
