@@ -39,7 +39,7 @@ def test_a_place_that_is_no_folder_is_refused_first(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "why"), [("too short", "8 pieces of 1056 need 8448"), (None, "No such file")]
+    ("words", "why"), [("too short", "6 pieces of 1056 need 6336"), (None, "No such file")]
 )
 def test_a_text_that_does_not_do_is_refused(tmp_path, words, why):
     text, out = tmp_path / "text", tmp_path / "heads.json"

@@ -16,7 +16,8 @@ def offload(
         typer.Option(
             help="cpu-small, cpu-paced, cpu-paced-fast (KVPR, HybridServe, first tokens), "
             "cpu-offload-small, -paced (the CPU attends), clo-cpu, clo-cpu-paced (sparse), "
-            "clo-answers (what sparse does to answers), weights-kvpr, -hybrid, -cpu (weights in "
+            "clo-answers (what sparse does to answers), clo-codes, clo-parts (measured heads), "
+            "clo-loading (beside loading everything), weights-kvpr, -hybrid, -cpu (weights in "
             "host memory); as often as wanted."
         ),
     ] = None,

@@ -26,7 +26,7 @@ def heads(
     text: Annotated[
         Path | None, typer.Option(help="Text to measure on; default: Python's language reference.")
     ] = None,
-    texts: Annotated[int, typer.Option(min=1, help="Pieces of it to measure on.")] = 8,
+    texts: Annotated[int, typer.Option(min=1, help="Pieces of it to measure on.")] = 6,
     tokens: Annotated[int, typer.Option(min=256, help="Of each piece.")] = 1_056,
     limit_s: Annotated[
         float, typer.Option(min=1, help="Seconds, after which the pieces done so far count.")
