@@ -15,6 +15,8 @@ from kappa.settings.front import FrontSettings, backend_of, load_front_settings
 from kappa_router.console import fail, warn
 
 app = typer.Typer(invoke_without_command=True, add_completion=False)
+# A start that takes longer than this says why.
+_LATE_S = 15.0
 
 
 @app.callback()
@@ -78,6 +80,8 @@ def route(
 
     seen = settings.observing
     configure(seen.log_format, seen.log_file, settings.log_level)
+    if COMPILES:
+        rehearse(settings.router.policy)
     _serve(settings)
     sys.stderr.flush()
 
@@ -90,6 +94,31 @@ def _announce(settings: FrontSettings, url: str) -> None:
     warn(f"{what} among {servers}{others}; watch it at {url}/", "dim")
     if not COMPILES:
         warn("each decision takes milliseconds; with kappa-router[fast] less than one", "dim")
+
+
+def rehearse(policy: str) -> None:
+    """Route a request that nobody sent, so that all loops are compiled, or loaded, before there is
+    an event loop, in which probes and requests would wait for it. policy: the name of the policy
+    that will decide."""
+    from threading import Timer
+    from types import SimpleNamespace
+
+    from kappa_router.json_body import read_object
+    from kappa_router.standalone import StandaloneRouter
+
+    what = "compiling, which the first start of an installation does for a minute or more"
+    late = Timer(_LATE_S, warn, (what, "dim"))
+    late.daemon = True
+    late.start()
+    try:
+        read_object(b"{}", ())
+        router = StandaloneRouter(policy=policy)
+        router.replicas({"one": {}, "other": {}})
+        prompt = "All the world's a stage, and all the men and women merely players. " * 16
+        router.rank(["one", "other"], [SimpleNamespace(prompt=prompt)], "")
+        router.done("one", "")
+    finally:
+        late.cancel()
 
 
 def _serve(settings: FrontSettings) -> None:
