@@ -227,7 +227,7 @@ class InferencePool:
                 continue
             # At a port of its own a rank is named by nothing else.
             wanted += [(one, None) for one in made]
-            found[tuple(one.name for one in made)] = pod["metadata"]["name"]
+            found[tuple(str(one.name) for one in made)] = pod["metadata"]["name"]
         for fault in sorted(faults - self._faults):
             log.error("pod_not_used", why=fault)
         self._faults, self._pods = faults, found
