@@ -2,8 +2,8 @@
 
 `recorded/` has, of each of 40 prompts that came one after the other to vLLM 0.29 on a CPU, the
 prompt, its cached tokens as the engine reported them, and the batches that followed: of a model
-with sliding windows beside full attention (Gemma 3's layers, random weights), and of one with two
-LoRA adapters.
+with sliding windows beside full attention (Gemma 3's layers, random weights), of one with two LoRA
+adapters, and of two data-parallel ranks behind one port, named by `x-data-parallel-rank`.
 """
 
 import base64
@@ -30,13 +30,13 @@ def test_index_expects_what_the_engine_found(path):
     hasher = PrefixHasher(size, secret_from_seed("recorded"))
     index, hits = PrefixIndex(hasher, 10_000), 0
     for row in recorded["rows"]:
-        tokens = row["tokens"]
+        tokens, worker = row["tokens"], f"w#{row.get('rank', 0)}"
         hashes = hasher.prefix_hashes(tokens, salt_of(None, row["adapter"]))
         # The last token is computed in any case.
-        device, behind, _ = match_worker(index, hashes, "w", (len(tokens) - 1) // size)
+        device, behind, _ = match_worker(index, hashes, worker, (len(tokens) - 1) // size)
         assert not behind and abs(device * size - row["cached"]) <= size
         hits += device > 0
         for payload in map(base64.b64decode, row["events"]):
-            for event in decode(payload, "w", counts, groups).events:
+            for event in decode(payload, worker, counts, groups).events:
                 index.handle(event)
     assert hits >= 20
