@@ -68,6 +68,36 @@ def test_settings_of_the_chart_are_those_of_kappa_route(values, tmp_path):
     assert settings.access.max_headers == 50 or "keysSecret" not in values
 
 
+@pytest.mark.parametrize(
+    ("more", "shared"),
+    [
+        ({}, True), ({"replicas": 1}, False), ({"keysSecret": "kappa-keys"}, False),
+        ({"config": {**OPEN, "http": {"tls": {"cert": "/c", "key": "/k"}}}}, False),
+        ({"config": {**OPEN, "peers": {"key_env": "PATH"}}, "keysSecret": "kappa-keys"}, True),
+    ],
+)  # fmt: skip
+def test_replicas_find_each_other_by_a_headless_service(more, shared):
+    with helm.Chart.load(CHART) as chart:
+        texts = chart.render({"config": OPEN, "replicas": 2, **more}, name="front", namespace="llm")
+    found = {
+        (one["kind"], one["metadata"]["name"]): one
+        for name, text in texts.items() if name.endswith(".yaml")
+        for one in yaml.safe_load_all(text) if one
+    }  # fmt: skip
+    service = found.get(("Service", "front-peers"))
+    settings = yaml.safe_load(found["ConfigMap", "front"]["data"]["route.yaml"])
+    (rule,) = found["NetworkPolicy", "front"]["spec"]["ingress"]
+    pods = [one["podSelector"]["matchLabels"] for one in rule["from"] if "podSelector" in one]
+    assert settings.get("peers", {}).get("urls") == (
+        ["http://front-peers.llm:8000"] if shared else None
+    )
+    assert (service is not None) == shared == bool(pods)
+    if shared:
+        assert service["spec"]["clusterIP"] == "None" and list(_built_in(service)) == []
+        assert pods == [service["spec"]["selector"]]
+        assert found["Service", "front"]["spec"]["type"] == "ClusterIP"
+
+
 def test_selectors_select_the_pods_and_ports_exist():
     found = rendered(ALL)
     pod = found["Deployment"]["spec"]["template"]

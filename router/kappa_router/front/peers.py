@@ -1,7 +1,7 @@
 """Several `kappa route` before the same servers tell each other what they have in flight.
 
 Each follows the others: an answer of JSON lines, first of all that the other has in flight, then,
-up to ten times a second, of what is new or over. The core gets it as what other deciders sent
+up to ten times a second, of those that are new or over. The core gets it as what other deciders sent
 (`Pool.others`), so that a request is priced behind everybody's. What a peer told is forgotten once
 it has been silent for two seconds.
 """
@@ -117,7 +117,7 @@ class Heard:
         ]
 
     def nothing(self) -> list[WorkerReport]:
-        """As `take`, once nothing is known of it any more."""
+        """As `take`, once all that it told is to be forgotten."""
         return self.take(Told(_FORM, "-"), whole=True)
 
 

@@ -7,20 +7,24 @@ from types import SimpleNamespace
 
 import aiohttp
 import msgspec
+import numpy as np
 import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from kappa.host import free_port
 from kappa.protocol import Arrival, WorkerReport
 from kappa.settings.front import load_front_settings
+from kappa_router.decision import RouteRequest
 from kappa_router.front import peers
+from kappa_router.front.gateway import picking
 from kappa_router.front.peers import Heard, Peers, Teller, Told
 from kappa_router.live.metrics import RouterMetrics
 from tests.router.building import announcement, router
-from tests.router.front.conftest import fronted
-from tests.router.front.offering import FakeServer
+from tests.router.front.conftest import QUICK, fronted
+from tests.router.front.offering import FakeServer, serving
 from tests.router.patience import until
 
 KEYS = {
@@ -37,7 +41,7 @@ def told(router="peer", ended=(), **sent):
     return Told(1, router, {worker: list(rows) for worker, rows in sent.items()}, list(ended))
 
 
-# -- what is said --------------------------------------------------------------------------------
+# -- lines --------------------------------------------------------------------------------------
 
 
 def test_teller_tells_all_first_and_then_what_changed():
@@ -293,3 +297,24 @@ async def test_answer_to_a_peer_ends_after_a_while(monkeypatch):
     async with fronted(FakeServer()) as (front, _):
         text = await (await front.http.get("/v1/in_flight")).text()
         assert text.endswith("\n") and json.loads(text.splitlines()[0])["form"] == 1
+
+
+async def test_endpoint_pickers_tell_each_other_too():
+    ports = [free_port("127.0.0.1") for _ in "ab"]
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    async with serving(FakeServer()) as (server,), contextlib.AsyncExitStack() as stack:
+        rows = [{"url": server.url, "profile": "pcie", "name": "a"}]
+        given = {"backends": rows, "peers": {"urls": urls}, "epp": {"port": 0}, "probe": QUICK}
+        one, other = [
+            (
+                await stack.enter_async_context(
+                    picking(load_front_settings(None, **given, http={"port": port}))
+                )
+            ).front.live
+            for port in ports
+        ]
+        await until(lambda: one.choosable and other.choosable)
+        one.route(RouteRequest("r", np.arange(400), max_tokens=5))
+        await until(lambda: other.router.remote_in_flight_on("a") == 1)
+        one.release("r", "done")
+        await until(lambda: not other.router.in_flight)
