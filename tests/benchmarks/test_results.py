@@ -57,6 +57,8 @@ SHOWN = [
     ("2026-11-23-bench-offload-served.json", offload.show, "host-hybrid"),
     ("2026-11-23-bench-offload-sparse-answers.json", offload.show, "lru 1/16"),
     ("2026-11-23-bench-offload-sparse-seconds.json", offload.show, "clo 1/8"),
+    ("2026-11-29-bench-offload-clo-loading.json", offload.show, "over loading"),
+    ("2026-11-29-bench-offload-clo-parts.json", offload.show, "clo-tgp 1/8"),
 ]
 
 
