@@ -84,6 +84,22 @@ def test_distribution_ships_one_package_of_ours(package):
         assert mine[name] == shared[name], name
 
 
+def test_version_is_that_of_changelog_chart_and_images():
+    version = project("kappa_deploy")["project"]["version"]
+    headings = re.findall(r"^## \[(.+?)\] - (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert headings[0][0] == version and re.fullmatch(r"\d{4}-\d\d-\d\d", headings[0][1])
+    k8s = PACKAGES["kappa_deploy"] / "k8s"
+    for chart in k8s.glob("charts/*/Chart.yaml"):
+        assert set(re.findall(r"^(?:appV|v)ersion: (.+)$", chart.read_text(), re.M)) == {version}
+    named = [*(ROOT / "deploy/docker").glob("*.Dockerfile"), *k8s.rglob("kustomization.yaml")]
+    tags = {
+        tag
+        for path in named
+        for tag in re.findall(r"(?:newTag: |-t kappa-\w+:)([\d.]+)", path.read_text())
+    }
+    assert tags == {version}
+
+
 def test_every_distribution_is_in_the_workspace_and_checked():
     workspace = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     members = sorted(workspace["tool"]["uv"]["workspace"]["members"])

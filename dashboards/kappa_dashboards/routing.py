@@ -192,6 +192,8 @@ FAILOVER = PanelRow(
               absent=RARE),
         Panel("Sent by other deciders", "Requests in flight that other decider replicas sent.",
               "none", (Query(gauge(m.OTHERS_RESERVATIONS, "max"), "in flight"),), width=6),
+        Panel("Silence of other routers", "Since another kappa route last told of its requests.",
+              "s", gauges(m.PEER_AGE, "peer", how="max"), width=6, absent="kappa route --peer"),
         Panel("Prompts by where they were computed", "With prefill workers: handed over, kept by "
               "the decoding worker, or failed.", "reqps",
               rates(m.PREFILLS, "where"), stacked=True, width=6,

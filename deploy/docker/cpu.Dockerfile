@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # kappa-serve on CPU machines (paced nodes): linux/amd64, for which the CPU build of vLLM is locked.
 # Build at the root of the repository:
-#   docker buildx build -f deploy/docker/cpu.Dockerfile --platform linux/amd64 -t kappa-serve:0.1.0-cpu .
+#   docker buildx build -f deploy/docker/cpu.Dockerfile --platform linux/amd64 -t kappa-serve:0.2.0-cpu .
 
 FROM python:3.11-slim-bookworm AS build
 # Where the CPU build of torch is; a mirror or a folder mounted into the build does as well.

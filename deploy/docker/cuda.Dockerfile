@@ -2,7 +2,7 @@
 # kappa-serve on NVIDIA GPUs: linux/amd64 (A100, H100, H200) and linux/arm64 (GH200, GB200).
 # Build at the root of the repository:
 #   docker buildx build -f deploy/docker/cuda.Dockerfile --platform linux/amd64,linux/arm64 \
-#       -t kappa-serve:0.1.0-cuda .
+#       -t kappa-serve:0.2.0-cuda .
 # CUDA's libraries come as wheels with torch; the driver comes from the host (NVIDIA's runtime).
 
 FROM python:3.11-slim-bookworm AS build

@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # kappa route alone: linux/amd64 and linux/arm64, without Ray, torch, vLLM and numba.
 # Build at the root of the repository:
-#   docker buildx build -f deploy/docker/router.Dockerfile -t kappa-router:0.1.0 .
+#   docker buildx build -f deploy/docker/router.Dockerfile -t kappa-router:0.2.0 .
 # Name BASE by digest before you build for others.
 
 ARG BASE=python:3.11-slim-bookworm

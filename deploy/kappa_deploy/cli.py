@@ -29,6 +29,7 @@ _COMMANDS = {
         "roofline": "roofline:roofline [loadtest]", "simulate": "simulate:simulate [loadtest]",
         "workload": "workload:workload [loadtest]", "replay": "replay:replay [loadtest]",
         "power": "power:power", "why": "why:why", "dashboards": "dashboards:dashboards [serve]",
+        "heads": "heads:heads [serve]",
         "doctor": "doctor:doctor [serve]", "keys": "keys:app", "lmcache": "lmcache:app",
         "route": "route:app",
     }.items()

@@ -159,7 +159,7 @@ class Forward:
         def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             future = cpu.product(x, getattr(self.weights.layers[layer], name)[:rows])
             if name == "up":
-                # The rest of FC1 crosses, if there is any, and FC2, which comes next.
+                # The rest of FC1, and FC2, cross while the CPU computes.
                 self.ring.wait(layer, "mlp")
             rest = [F.linear(x, weight[rows:])] if rows < len(weight) else []
             out = torch.cat([result(future).to(x.device), *rest], dim=1)

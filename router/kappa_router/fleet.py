@@ -15,7 +15,7 @@ import numpy as np
 
 from kappa.cost import STEP_SECONDS
 from kappa.hardware import NodeProfile
-from kappa.protocol import Announcement
+from kappa.protocol import Announcement, Arrival
 from kappa.slo import OBJECTIVE, ServiceObjective
 from kappa_router import reservations, ttft
 from kappa_router.decision import (
@@ -50,7 +50,9 @@ class Flight:
     prefilled: bool = False
     # This router sent it; else another decider did, and a worker reported it.
     own: bool = False
-    # Of the router's own requests: the prediction, whether the prompt was known, when it was sent.
+    # Of the router's own requests: the client's bound on generated tokens (0: none), the
+    # prediction, whether the prompt was known, when it was sent.
+    max_tokens: int = 0
     chosen: PricedWorker | None = None
     informed: bool = False
     sent_s: float = 0.0
@@ -68,6 +70,12 @@ class Flight:
     beside: tuple[float, float] = (0.0, 0.0)
     # When its first token came, and the worker's decoding up to then (`Calibration`).
     decoded: tuple[float, Floats] | None = None
+
+    def told(self) -> Arrival:
+        """It as another router is to know it."""
+        device_tokens = max(self.prompt_tokens - self.host_tokens - self.new_tokens, 0)
+        tokens = device_tokens, self.host_tokens, self.new_tokens, self.max_tokens
+        return Arrival(self.request_id, *tokens, self.prefilled, self.disk_tokens)
 
 
 class Certainty(NamedTuple):

@@ -214,7 +214,19 @@ class Pool:
                 self.fleet.correct(flight, a.host_tokens, a.new_tokens, a.disk_tokens)
         for request_id in report.prefilled:
             self._prefilled(state, request_id, now_s)
-        # What has left, and what is missing or new where the worker lists all in flight.
+        self._settle(state, report, now_s)
+
+    def others(self, report: WorkerReport, now_s: float) -> None:
+        """Other routers tell what they sent a worker, and what of that is over (`arrived`,
+        `finished`, `in_flight`); the worker itself was not heard."""
+        state = self.workers.get(report.worker)
+        if state is not None:
+            self._reserve_remote(report.worker, report.arrived, now_s)
+            self._settle(state, report, now_s)
+
+    def _settle(self, state: WorkerState, report: WorkerReport, now_s: float) -> None:
+        """Drop what has left, and what is missing where all in flight are listed; take what is
+        new there."""
         gone = [state.flights[name] for name in report.finished if name in state.flights]
         if report.in_flight is not None:
             there = {arrival.request_id for arrival in report.in_flight}
@@ -305,20 +317,30 @@ class Pool:
         self.fleet.release(flight, now_s)
         self.config.policy.progressed(flight.request_id, now_s, ended=True)
 
+    def sent(self) -> dict[str, tuple[Arrival, ...]]:
+        """What this router has in flight itself, by worker, as others are to be told of it."""
+        return {
+            worker: tuple(flight.told() for flight in state.flights.values() if flight.own)
+            for worker, state in self.workers.items()
+        }
+
     def _reserve_remote(self, worker: str, arrivals: Iterable[Arrival], now_s: float) -> None:
         """Put other deciders' requests where they went, priced as if this router had sent them."""
         model = self.workers[worker].model
         for arrival in arrivals:
             # A client may use one id twice; the second is then not seen, and nothing is confused.
-            if arrival.request_id in self.flights:
+            known = self.flights.get(arrival.request_id)
+            if known is not None:
+                if arrival.prefilled and not known.own and not known.prefilled:
+                    self._prefilled(self.workers[worker], arrival.request_id, now_s)
                 continue
             device, host = float(arrival.device_tokens), float(arrival.host_tokens)
             tokens = arrival.device_tokens + arrival.host_tokens + max(arrival.new_tokens, 1)
             expected = model.outputs.guess(arrival.max_tokens)
             prompt = PricedPrompt(tokens, expected, model.hasher.block_tokens)
             slots = np.array([self.fleet.slot(worker)], dtype=np.intp)
-            known = device, host, float(arrival.disk_tokens)
-            held = Held(*(np.array([tokens]) for tokens in known))
+            tiers = device, host, float(arrival.disk_tokens)
+            held = Held(*(np.array([tokens]) for tokens in tiers))
             estimates = self.fleet.estimate(slots, now_s, prompt, held)
             self.plan_loads(estimates)
             self.reserve(arrival.request_id, estimates, 0)

@@ -83,6 +83,7 @@ class RecordedRouter(Router):
     leave = _noted(Router.leave)
     blocks = _noted(Router.blocks)
     report = _noted(Router.report)
+    others = _noted(Router.others)
     invalidate = _noted(Router.invalidate)
     first_token = _noted(Router.first_token)
     tokens = _noted(Router.tokens)

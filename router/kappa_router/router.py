@@ -65,17 +65,16 @@ class Router(Pool):
             at = decision.priced.workers.index(to)
             chosen = decision.priced.candidate(at)
             decision = replace(decision, chosen=chosen, index=at, fetch=None)
-        if request.sized and not request.retry:
-            if self.config.admission:
-                decision = self._admitted(request, decision, steered=bool(to))
-            elif request.ttft_limit_s and not to:
-                decision = self._in_time(request, decision, now_s)
-        return self._reserved(decision, now_s)
+        if self.config.admission and request.sized and not request.retry:
+            decision = self._admitted(request, decision, steered=bool(to))
+        elif not to:
+            decision = self.in_time(request, decision, now_s)
+        return self._reserved(request, decision, now_s)
 
-    def _reserved(self, decision: Decision, now_s: float) -> Decision:
+    def _reserved(self, request: RouteRequest, decision: Decision, now_s: float) -> Decision:
         estimates, index = decision.priced, decision.index
         flight = self.reserve(decision.request_id, estimates, index)
-        flight.own, flight.sent_s = True, now_s
+        flight.own, flight.sent_s, flight.max_tokens = True, now_s, request.max_tokens
         flight.chosen, flight.informed = decision.chosen, decision.informed
         self.reservations += 1
         if decision.informed:
@@ -126,9 +125,11 @@ class Router(Pool):
             return self.models.get(request.model)
         return next(iter(self.models.values()))
 
-    def _in_time(self, request: RouteRequest, decision: Decision, now_s: float) -> Decision:
+    def in_time(self, request: RouteRequest, decision: Decision, now_s: float) -> Decision:
         """The decision, or one for workers that are predicted to keep the limit that the request
         asks for, if its own is not and there are any."""
+        if not request.ttft_limit_s or not request.sized or request.retry:
+            return decision
         estimates = decision.priced
         late = estimates.ttft_s > request.ttft_limit_s
         if not late[decision.index] or late.all():

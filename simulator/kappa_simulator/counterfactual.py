@@ -105,7 +105,7 @@ def counterfactual(segment: RolloutSegment, policy: Policy) -> Comparison:
         )
     )  # fmt: skip
     announced = [_announced(worker) for worker in workers]
-    otherwise = _replayed(models, traffic, RouterDispatch(router, announced), overhead_s)
+    otherwise = _replayed(models, traffic, RouterDispatch([router], announced), overhead_s)
     measured_s = np.array([r.ttft_s for r in played])
     late = np.argsort([r.arrival_s for r in played], kind="stable")[len(played) // _EARLY_SHARE :]
     names_of = np.array([played[k].conversation for k in late])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from kappa.protocol import Admission, Announcement, WorkerReport
@@ -35,10 +36,12 @@ class Dispatcher:
 
     decision_s: real seconds of each decision, where they are measured. predicted: of a request, the
     TTFT that the router expected and what it is mostly made of. retry_after_s: when the
-    latest refusal asks its client to come back.
+    latest refusal asks its client to come back. share_s: seconds from one `share` to the next; 0:
+    there is none.
     """
 
     listens = False
+    share_s = 0.0
 
     def __init__(self) -> None:
         self.decision_s: list[float] = []
@@ -78,6 +81,9 @@ class Dispatcher:
     def report(self, node: Node, now_s: float) -> None:
         """A node reports what it measured."""
 
+    def share(self, now_s: float) -> None:
+        """Several routers tell each other what they have in flight."""
+
     def transient_fault(self, fault: TransientFault, begins: bool, node: Node) -> None:
         """A fault of a clock or of a node's cache events begins or ends."""
 
@@ -96,39 +102,52 @@ class PlanDispatch(Dispatcher):
 
 
 class RouterDispatch(Dispatcher):
-    """The live router's core.
+    """The live router's core; of several routers, each request goes to one that is drawn. All hear
+    what nodes hold and measure, each alone what becomes of its own requests.
 
     Args:
-        router: fresh.
-        announcements: of each node, as the router is to believe it.
+        routers: fresh.
+        announcements: of each node, as the routers are to believe it.
         timer: seconds of real time, to measure decisions by; None: they are not measured.
+        share_s: seconds between what several routers tell each other of their requests; 0: they do
+            not.
+        seed: of the draw.
     """
 
     listens = True
 
     def __init__(
         self,
-        router: Router,
+        routers: Sequence[Router],
         announcements: Sequence[Announcement],
         timer: Callable[[], float] | None = None,
+        *,
+        share_s: float = 0.0,
+        seed: int = 0,
     ) -> None:
         super().__init__()
-        self._router = router
+        self._routers = routers
         self._announcements = announcements
         self._timer = timer
+        self.share_s = share_s
+        self._rng = np.random.default_rng((seed, 6))
+        # Of each request, the router that has it.
+        self._owner: dict[int, Router] = {}
         self._index = {each.worker: i for i, each in enumerate(announcements)}
-        self._admissions: list[list[Admission]] = [[] for _ in announcements]
+        self._admissions: list[list[tuple[Router, Admission]]] = [[] for _ in announcements]
         self._clock_s = 0.0
         self._worker_clock_s: dict[int, float] = {}
         self._streams: dict[int, FaultyStream] = {}
-        for announcement in announcements:
-            router.join(announcement, 0.0)
+        for router in routers:
+            for announcement in announcements:
+                router.join(announcement, 0.0)
 
     @property
-    def _prefixes(self) -> PrefixIndex:
-        index = self._router.index
-        assert index is not None, "it is there from the first join on"
-        return index
+    def _prefixes(self) -> list[PrefixIndex]:
+        indices = [router.index for router in self._routers]
+        found = [index for index in indices if index is not None]
+        assert found, "they are there from the first join on"
+        return found
 
     def choose(
         self, key: int, turn: TurnShape, session: str, now_s: float, lost_on: int = -1
@@ -142,9 +161,11 @@ class RouterDispatch(Dispatcher):
             session=session,
         )
         timer, now_s = self._timer, now_s + self._clock_s
+        drawn = int(self._rng.integers(len(self._routers))) if len(self._routers) > 1 else 0
+        router = self._owner[key] = self._routers[drawn]
         start_s = timer() if timer else 0.0
         try:
-            decision = self._router.route(request, now_s)
+            decision = router.route(request, now_s)
             if timer:
                 self.decision_s.append(timer() - start_s)
         except NoWorkerError as error:
@@ -159,12 +180,14 @@ class RouterDispatch(Dispatcher):
 
     def hold(self, node: int, tier: Tier, ids: Ids) -> None:
         if self._arrives(node):
-            self._prefixes.hold(self._announcements[node].worker, tier, ids)
+            for index in self._prefixes:
+                index.hold(self._announcements[node].worker, tier, ids)
 
     def drop(self, node: int, tier: Tier, ids: list[Ids]) -> None:
         if self._arrives(node):
             gone = ids[0] if len(ids) == 1 else np.concatenate(ids)
-            self._prefixes.drop(self._announcements[node].worker, tier, gone)
+            for index in self._prefixes:
+                index.drop(self._announcements[node].worker, tier, gone)
 
     def _arrives(self, node: int) -> bool:
         stream = self._streams.get(node) if self._streams else None
@@ -174,51 +197,61 @@ class RouterDispatch(Dispatcher):
         # Goes with the next report.
         total, device, host = job.total_tokens, job.device_tokens, job.cached_tokens
         disk = min(job.disk_blocks * self._announcements[node].block_tokens, host)
-        self._admissions[node].append(
-            Admission(str(job.key), device, host, max(total - device - host, 1), disk)
-        )
+        found = Admission(str(job.key), device, host, max(total - device - host, 1), disk)
+        self._admissions[node].append((self._owner[job.key], found))
 
     def first_token(self, job: SimulatedJob, now_s: float) -> None:
-        self._router.first_token(str(job.key), now_s + self._clock_s)
+        self._owner[job.key].first_token(str(job.key), now_s + self._clock_s)
 
     def finished(self, job: SimulatedJob, now_s: float) -> None:
-        name = str(job.key)
-        self._router.tokens(name, job.output_tokens)
-        self._router.release(name, now_s + self._clock_s)
+        name, router = str(job.key), self._owner.pop(job.key)
+        router.tokens(name, job.output_tokens)
+        router.release(name, now_s + self._clock_s)
 
     def left(self, job: SimulatedJob, now_s: float) -> None:
-        self._router.release(str(job.key), now_s + self._clock_s, complete=False)
+        router = self._owner.pop(job.key)
+        router.release(str(job.key), now_s + self._clock_s, complete=False)
 
     def lost(self, node: int) -> None:
         self._admissions[node].clear()
-        self._router.leave(self._announcements[node].worker)
+        for router in self._routers:
+            router.leave(self._announcements[node].worker)
 
     def back(self, node: int, now_s: float) -> None:
-        self._router.join(self._announcements[node], now_s + self._clock_s)
+        for router in self._routers:
+            router.join(self._announcements[node], now_s + self._clock_s)
 
     def report(self, node: Node, now_s: float) -> None:
         totals, link, tokens = node.totals, node.link, node.model.block_tokens
-        admissions = tuple(self._admissions[node.index])
-        self._admissions[node.index].clear()
+        admissions = self._admissions[node.index]
+        self._admissions[node.index] = []
         steps, loads = node.samples.take()
-        self._router.report(
-            WorkerReport(
-                worker=self._announcements[node.index].worker,
-                time_s=now_s + self._worker_clock_s.get(node.index, 0.0),
-                steps_total=totals.steps,
-                step_seconds_total=totals.step_s,
-                step_tokens_total=totals.step_tokens,
-                load_tokens_total=link.up.load_blocks * tokens,
-                load_seconds_total=link.up.load_s,
-                store_tokens_total=link.down.store_blocks * tokens,
-                store_seconds_total=link.down.store_s,
-                host_spare_blocks=node.memory.spare_host_blocks,
-                admitted=admissions,
-                steps=steps,
-                loads=loads,
-            ),
-            now_s + self._clock_s,
+        report = WorkerReport(
+            worker=self._announcements[node.index].worker,
+            time_s=now_s + self._worker_clock_s.get(node.index, 0.0),
+            steps_total=totals.steps,
+            step_seconds_total=totals.step_s,
+            step_tokens_total=totals.step_tokens,
+            load_tokens_total=link.up.load_blocks * tokens,
+            load_seconds_total=link.up.load_s,
+            store_tokens_total=link.down.store_blocks * tokens,
+            store_seconds_total=link.down.store_s,
+            host_spare_blocks=node.memory.spare_host_blocks,
         )
+        for router in self._routers:
+            own = tuple(found for owner, found in admissions if owner is router)
+            told = msgspec.structs.replace(report, admitted=own, steps=steps, loads=loads)
+            router.report(told, now_s + self._clock_s)
+
+    def share(self, now_s: float) -> None:
+        told = [router.sent() for router in self._routers]
+        for router in self._routers:
+            others = [
+                sent for one, sent in zip(self._routers, told, strict=True) if one is not router
+            ]
+            for worker in router.workers:
+                here = tuple(found for sent in others for found in sent.get(worker, ()))
+                router.others(WorkerReport(worker, now_s, in_flight=here), now_s + self._clock_s)
 
     def transient_fault(self, fault: TransientFault, begins: bool, node: Node) -> None:
         if fault.kind == "router_clock":
@@ -232,17 +265,18 @@ class RouterDispatch(Dispatcher):
 
     def _resync(self, node: Node) -> None:
         """As after a gap: forget the node's blocks, then receive all that it holds."""
-        index, worker = self._prefixes, self._announcements[node.index].worker
+        worker = self._announcements[node.index].worker
         if not node.alive:
             return
-        index.handle(WorkerReset(worker))
         memory = node.memory
         tiers: dict[Tier, TierCache] = {
             "device": memory.device, "host": memory.host, "disk": memory.disk
         }  # fmt: skip
-        for tier, cache in tiers.items():
-            for ids in cache.held():
-                index.hold(worker, tier, ids)
+        for index in self._prefixes:
+            index.handle(WorkerReset(worker))
+            for tier, cache in tiers.items():
+                for ids in cache.held():
+                    index.hold(worker, tier, ids)
 
 
 class FaultyStream:

@@ -100,6 +100,8 @@ class Play:
             loop.at(fault.end_s, self._transient, (fault, False))
         if self.dispatcher.listens:
             loop.at(self._period_s, self._report)
+        if self.dispatcher.share_s:
+            loop.at(self.dispatcher.share_s, self._share)
         loop.run()
         for node in self.nodes:
             node.close()
@@ -243,6 +245,11 @@ class Play:
         # With nothing else ahead the run cannot end, and `run` raises.
         if self._left and self._loop.pending:
             self._loop.at(now_s + self._period_s, self._report)
+
+    def _share(self, _: None) -> None:
+        self.dispatcher.share(self._loop.now_s)
+        if self._left and self._loop.pending > 1:  # More than the reports.
+            self._loop.at(self._loop.now_s + self.dispatcher.share_s, self._share)
 
     def _slow(self, what: tuple[int, float]) -> None:
         node, factor = what

@@ -66,6 +66,10 @@ class SimulationConfig:
     clients: Clients = field(default_factory=Clients)
     # The router learns.
     calibrate: bool = True
+    # Routers, to which requests come by lot, and the seconds between what they tell each other of
+    # their requests; 0: nothing.
+    routers: int = 1
+    share_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse a run that is impossible, before any work.
@@ -82,6 +86,10 @@ class SimulationConfig:
                 raise ValueError(f"{name} is {value}: give a finite number above zero")
         if self.requests < 1:
             raise ValueError(f"requests is {self.requests}: give 1 or more")
+        if self.routers < 1 or not (np.isfinite(self.share_s) and self.share_s >= 0):
+            raise ValueError("give 1 router or more, and share_s as a finite number from 0 up")
+        if self.routers > 1 and not isinstance(self.policy, str):
+            raise ValueError("several routers do not share a policy's state: give its name")
         if self.scheduler not in SCHEDULERS:
             raise ValueError(
                 f"unknown scheduler {self.scheduler!r}: choose one of {', '.join(SCHEDULERS)}"
@@ -117,8 +125,11 @@ def simulate(
     models = node_models(config)
     dispatcher: Dispatcher
     if assignment is None:
-        router, announcements = _router(config, models), announcements_of(config, models)
-        dispatcher = RouterDispatch(router, announcements, timer)
+        count, announcements = config.routers, announcements_of(config, models)
+        routers = [_router(config, models, i / count) for i in range(count)]
+        dispatcher = RouterDispatch(
+            routers, announcements, timer, share_s=config.share_s, seed=config.seed
+        )
     elif len(assignment) == traffic.requests:
         dispatcher = PlanDispatch(assignment)
     else:
@@ -188,7 +199,7 @@ def node_models(config: SimulationConfig) -> list[NodeModel]:
     ]
 
 
-def _router(config: SimulationConfig, models: Sequence[NodeModel]) -> Router:
+def _router(config: SimulationConfig, models: Sequence[NodeModel], first: float) -> Router:
     blocks = sum(model.device_blocks + model.host_blocks + model.disk_blocks for model in models)
     policy = config.policy
     return Router(
@@ -200,6 +211,7 @@ def _router(config: SimulationConfig, models: Sequence[NodeModel]) -> Router:
             forecast_workers=0,
             calibrate=config.calibrate,
             admission=config.admission,
+            first=first,
             planner_of=planner_of,
         )
     )

@@ -26,9 +26,11 @@ def tmp_path():
         yield Path(folder)
 
 
-async def route(tmp_path, url, port):
-    """The command, before one server."""
-    given = ("-b", f"{url}=pcie", "--port", str(port))
+async def route(tmp_path, url, port, peers=()):
+    """The command, before one server, beside those at the ports."""
+    given = ["-b", f"{url}=pcie", "--port", str(port)]
+    for peer in peers:
+        given += ["--peer", f"http://127.0.0.1:{peer}"]
     return await asyncio.create_subprocess_exec(
         sys.executable, "-c", "from kappa_deploy.cli import app; app()", "route", *given, cwd=ROOT,
         env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
@@ -37,10 +39,10 @@ async def route(tmp_path, url, port):
 
 
 @asynccontextmanager
-async def routed(server, tmp_path):
+async def routed(server, tmp_path, port=0, peers=()):
     """The command, once it takes requests: its process, and a client."""
-    port = free_port("127.0.0.1")
-    process = await route(tmp_path, server.url, port)
+    port = port or free_port("127.0.0.1")
+    process = await route(tmp_path, server.url, port, peers)
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
         try:
             await ready(http, process)
@@ -88,6 +90,49 @@ async def test_route_lets_open_streams_end_when_it_is_stopped(tmp_path):
         async with asyncio.timeout(30):
             assert await process.wait() == 0
         assert not envoy.is_running() and not list(tmp_path.iterdir())
+
+
+async def test_two_routes_know_each_others_requests(tmp_path):
+    ports = free_port("127.0.0.1"), free_port("127.0.0.1")
+    async with (
+        serving(FakeServer()) as (server,),
+        # Each is named the other and itself, as by a headless Service.
+        routed(server, tmp_path, ports[0], ports) as (first, asked),
+        routed(server, tmp_path, ports[1], ports) as (_, other),
+    ):
+
+        async def known():
+            told = await (await other.get("/v1/nodes")).json()
+            return told["nodes"][0]["others_in_flight"], told["peers"]
+
+        async def settles(count):
+            async with asyncio.timeout(60):
+                while (await known())[0] != count:
+                    await asyncio.sleep(0.05)
+
+        server.hold.clear()
+        asking = [
+            asyncio.create_task(asked.post("/v1/chat/completions", json=chat(stream=True)))
+            for _ in range(3)
+        ]
+        await settles(3)
+        async with asyncio.timeout(60):
+            while len(rows := (await known())[1]) > 1:  # It does not know yet that it is one.
+                await asyncio.sleep(0.05)
+        (peer,) = rows
+        assert (peer["peer"], peer["in_flight"]) == (f"127.0.0.1:{ports[0]}", 3)
+        metrics = await (await other.get("/metrics")).text()
+        assert "kappa_others_reservations 3.0" in metrics
+        assert f'kappa_peer_age_seconds{{peer="127.0.0.1:{ports[0]}"}}' in metrics
+        asking.pop().cancel()
+        await settles(2)
+        # What it had in flight is forgotten with it.
+        first.kill()
+        await settles(0)
+        assert (await known())[1][0]["why"]
+        server.hold.set()
+        assert (await other.post("/v1/chat/completions", json=chat())).status == 200
+        await asyncio.gather(*asking, return_exceptions=True)
 
 
 async def test_route_takes_its_envoy_along_when_it_is_killed(tmp_path):

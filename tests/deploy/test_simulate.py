@@ -55,6 +55,12 @@ def test_a_cap_slows_first_tokens_and_names_its_law():
     assert "cap" not in free
 
 
+def test_several_routers_share_what_they_sent():
+    done = invoke(*SMALL, "--routers", "2", "--share-s", "0.1", "--json")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["completed"] == 120
+
+
 def test_more_nodes_of_the_same_mix():
     done = invoke(*SMALL, "--nodes", "9", "--json")
     assert len(json.loads(done.stdout)["nodes"]) == 9

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 
 from kappa_engine.transfer import Copies, CpuMover, Direction
@@ -22,3 +24,12 @@ class Link(CpuMover):
         if self.breaks(direction, copies):
             raise OSError("the link is down")
         super()._copy(direction, copies)
+
+
+def lags(direction: Direction, copies: Copies) -> bool:
+    """As `Link.breaks`: no copy fails, but each comes late. What computes with its target before
+    it is there computes NaN."""
+    for target, _ in copies if direction == "h2d" else ():
+        target.fill_(math.nan)
+    time.sleep(1e-3)
+    return False

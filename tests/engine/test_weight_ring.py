@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -27,7 +25,7 @@ from tests.engine.engines import (
     step_until,
     submit,
 )
-from tests.engine.links import Link
+from tests.engine.links import Link, lags
 from tests.engine.rig import prompt as prompt_ids
 from tests.engine.rig import rig
 from tests.engine.test_host_residents import MODES, SMALL, agrees, run
@@ -67,6 +65,17 @@ def test_prefixes_come_back_beside_weights_that_cross(plan: str) -> None:
         assert generate(made, prompt(40), planner=plan) == [expected(prompt(40))]
 
 
+@pytest.mark.parametrize("mode", [*MODES, "host-weights"])
+def test_contexts_and_weights_are_waited_for(mode: str) -> None:
+    options = {"size": SMALL, "rates": even_rates(), "host": ALL}
+    options |= MODES.get(mode, {**MODES["host-kv"], "planner": mode})
+    with engine("opt", **options) as made:
+        link_of(made).breaks = lags
+        asked = submit(made, prompt(41), 5)
+        finish(made)
+        assert asked.tokens[41:] == expected(asked.tokens[:41], 5, "opt")
+
+
 def test_weights_cross_once_a_step_for_all_mini_batches() -> None:
     options = {"rates": even_rates(), "pass_blocks": 12, "host": ALL, **MODES["host-hybrid"]}
     with engine("opt", **options) as made:
@@ -101,17 +110,6 @@ def test_every_division_between_cpu_and_device_is_exact(family: str, division: D
         assert all(agrees(family, handle, scores[handle]) for handle in handles)
 
 
-def test_fc2_is_waited_for_when_all_of_fc1_is_the_cpus() -> None:
-    options = {"host": ALL, "cpu_threads": 1, "planner": "host-cpu", "budget_tokens": 40}
-    with engine("opt", **options) as made:
-        made.planning.division = lambda batch, context: DIVISIONS[2]
-        asked = submit(made, prompt(33), 8)
-        step_until(made, asked, 2)
-        link_of(made).breaks = lambda way, copies: bool(time.sleep(0.02))
-        finish(made)
-        assert asked.tokens[33:] == expected(asked.tokens[:33], 8, "opt")
-
-
 @pytest.mark.parametrize("division", DIVISIONS, ids=str)
 def test_what_the_cpu_computes_does_not_cross(division: Division) -> None:
     options = {"host": ALL, "cpu_threads": 1, "planner": "host-cpu", "budget_tokens": 40}
@@ -131,6 +129,17 @@ def test_what_the_cpu_computes_does_not_cross(division: Division) -> None:
         assert made.stats().link["h2d_bytes"] - before == 3 * 8 * crossed
         finish(made)
         assert asked.tokens[33:] == expected(asked.tokens[:33], 8, "opt")
+
+
+@pytest.mark.parametrize("division", DIVISIONS, ids=str)
+def test_divisions_wait_for_weights_that_cross_slowly(division: Division) -> None:
+    options = {"host": ALL, "cpu_threads": 1, "planner": "host-cpu", "budget_tokens": 40}
+    with engine("opt", **options) as made:
+        made.planning.division = lambda batch, context: division
+        link_of(made).breaks = lags
+        asked = submit(made, prompt(33), 5)
+        finish(made)
+        assert asked.tokens[33:] == expected(asked.tokens[:33], 5, "opt")
 
 
 def test_matrices_on_the_device_are_not_the_cpus() -> None:

@@ -1,6 +1,8 @@
-"""The chart of `kappa route`, rendered and linted by Helm's own library; no cluster."""
+"""The charts, rendered, linted and installed by Helm's own library; a test plays the cluster."""
 
 import json
+import shutil
+from contextlib import contextmanager
 
 import pytest
 import yaml
@@ -8,6 +10,7 @@ import yaml
 from kappa.settings.front import load_front_settings
 from kappa_deploy.checks.manifests import _built_in
 from kappa_deploy.k8s import render
+from tests.manifests.kubernetes_api import kubernetes_api
 
 helm = pytest.importorskip("helm_python", reason="rendering a chart needs helm-python-sdk")
 
@@ -140,6 +143,16 @@ def test_servers_are_scaled_on_a_metric_that_exists():
     assert trigger["metadata"]["threshold"] == "0.5"
 
 
+def test_pods_are_annotated_where_a_deployment_shrinks():
+    picker = {"port": 9002, "pool": {"name": "models/chat", "deletion_costs": True}}
+    scaling = {"enabled": True, "deployment": "vllm", "maxReplicas": 4}
+    kinds = rendered({"config": {**PICKER["config"], "epp": picker}, "scaling": scaling})
+    assert "patch" in kinds["Role"]["rules"][1]["verbs"]
+    target = kinds["ScaledObject"]["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == ("Deployment", "vllm")
+    assert "patch" not in rendered(PICKER)["Role"]["rules"][1]["verbs"]
+
+
 def test_changed_settings_replace_the_pods():
     def annotations(**changes):
         template = rendered({"config": OPEN | changes})["Deployment"]["spec"]["template"]
@@ -178,3 +191,66 @@ def test_schema_lists_every_value():
     schema = json.loads((CHART / "values.schema.json").read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert schema["properties"].keys() == values.keys() | {"global"}
+
+
+@contextmanager
+def cluster():
+    """(API that is played, Helm before it). Helm keeps its releases to itself."""
+    with kubernetes_api() as api:
+        config = {
+            "apiVersion": "v1", "kind": "Config", "current-context": "it",
+            "clusters": [{"name": "it", "cluster": {"server": api.url}}],
+            "contexts": [{"name": "it", "context": {"cluster": "it", "user": "me"}}],
+            "users": [{"name": "me", "user": {}}],
+        }  # fmt: skip
+        text = json.dumps(config)
+        with helm.Config(kubeconfig_content=text, storage_driver="memory", namespace="llm") as it:
+            yield api, it
+
+
+def test_helm_installs_upgrades_and_removes_kappa_route():
+    with cluster() as (api, it):
+        it.install(CHART, "front", {"config": OPEN})
+        assert set(api.objects) == {
+            "/api/v1/namespaces/llm/configmaps/front", "/api/v1/namespaces/llm/services/front",
+            "/apis/apps/v1/namespaces/llm/deployments/front",
+            "/apis/networking.k8s.io/v1/namespaces/llm/networkpolicies/front",
+        }  # fmt: skip
+        it.upgrade(CHART, "front", {"config": OPEN, "replicas": 2})
+        assert "PodDisruptionBudget" in api.kinds()
+        it.uninstall("front")
+        assert api.kinds() == []
+
+
+@pytest.mark.skipif(
+    not (shutil.which("kubectl") or shutil.which("kustomize")),
+    reason="rendering needs kubectl or kustomize",
+)
+@pytest.mark.parametrize("overlay", render.overlays())
+def test_chart_of_an_overlay_installs_what_was_rendered(overlay, tmp_path):
+    text = render.render(render.OVERLAYS / overlay)
+    render.write_chart(text, tmp_path / overlay)
+    found = helm.lint(tmp_path / overlay, {}, strict=True)
+    assert not found["errors"]
+    (image,) = yaml.safe_load((tmp_path / overlay / "values.yaml").read_text()).values()
+    wanted = {
+        (one["kind"], one["metadata"]["name"]): one
+        for one in yaml.safe_load_all(text.replace(f" image: {image}\n", " image: mine:1\n"))
+    }
+    with cluster() as (api, it):
+        it.install(tmp_path / overlay, "kappa-serve", {"image": "mine:1"})
+        assert len(api.objects) == len(wanted)
+        for one in api.objects.values():
+            rendered = wanted[one["kind"], one["metadata"]["name"]]
+            assert {k: v for k, v in one.items() if k != "metadata"} == {
+                k: v for k, v in rendered.items() if k != "metadata"
+            }
+            assert one["metadata"].get("namespace") == rendered["metadata"].get("namespace")
+        it.uninstall("kappa-serve")
+        assert api.kinds() == ["Namespace"]
+
+
+def test_chart_without_a_folder_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        render.main(["--chart"])
+    assert "--chart needs --out FOLDER" in capsys.readouterr().err

@@ -28,12 +28,12 @@ def two():
 def test_counters_of_each_decider_add_up(two):
     for metrics, count in zip(two, (3, 4), strict=True):
         metrics.inc(m.REQUESTS, "200", by=count)
-        metrics.set(m.RESERVATIONS, "a", to=count)
+        metrics.set(m.RESERVATIONS, "a", "w", to=count)
         for _ in range(count):
             metrics.observe(m.TTFT, "a", value=0.02)
     both = values(merged(metrics.exposition() for metrics in two))
     assert both["kappa_requests_total", "200"] == 7
-    assert both["kappa_reservations", "a"] == 7
+    assert both["kappa_reservations", "a", "w"] == 7
     assert both["kappa_ttft_seconds_count", "a"] == 7
     assert both["kappa_ttft_seconds_bucket", "0.025", "a"] == 7
     assert both["kappa_ttft_seconds_bucket", "0.01", "a"] == 0
@@ -43,10 +43,10 @@ def test_counters_of_each_decider_add_up(two):
 def test_figures_of_one_worker_heard_twice_count_once(two):
     for metrics, tokens in zip(two, (100, 70), strict=True):
         metrics.inc(m.PROMPT_TOKENS, "a", "new", by=tokens)
-        metrics.set(m.GPU_BACKLOG, "a", to=1.5)
+        metrics.set(m.GPU_BACKLOG, "a", "w", to=1.5)
     both = values(merged(metrics.exposition() for metrics in two))
     assert both["kappa_prompt_tokens_total", "a", "new"] == 100
-    assert both["kappa_gpu_backlog_seconds", "a"] == 1.5
+    assert both["kappa_gpu_backlog_seconds", "a", "w"] == 1.5
 
 
 def test_counter_of_one_decider_is_not_lost(two):

@@ -54,3 +54,14 @@ def test_oldest_request_that_no_engine_has_admitted_counts():
         for tenant, time_s, changes in rows
     ]
     assert oldest_waits_s(records, 10.0) == {"a": 5.0, "c": 0.0}
+
+
+def test_reused_tokens_are_what_caches_spared_by_worker():
+    records = Records()
+    for name, worker, device, cached in [("r", "a", 64, 32), ("s", "b", 0, 0), ("t", "a", 32, 0)]:
+        counts = SimpleNamespace(device_tokens=device, cached_tokens=cached)
+        decision = SimpleNamespace(
+            request_id=name, worker=worker, chosen=SimpleNamespace(counts=counts)
+        )
+        records.add(DecisionRecord(decision, 1.0, 0.0))
+    assert records.reused_tokens() == {"a": 128, "b": 0}

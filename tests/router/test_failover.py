@@ -173,7 +173,7 @@ async def test_failing_worker_is_left_alone_then_taken_back(serve):
     rows = {row["node"]: row for row in (await get(here, "/v1/nodes")).json()["nodes"]}
     assert rows["a"]["breaker"] == {"state": "open", "why": "errors", "failures": 2, "opened": 1}
     samples = (await get(here, "/metrics")).text
-    assert 'kappa_breaker_open{node="a"} 1.0' in samples
+    assert 'kappa_breaker_open{node="a",worker="a"} 1.0' in samples
     assert 'kappa_breaker_opened_total{node="a",why="errors"} 1.0' in samples
     before = len(engines.sent)
     await ask()

@@ -148,7 +148,7 @@ async def test_nodes_show_what_is_known(scene, worker):
     assert row["held_blocks"] == {"device": 3, "host": 0, "disk": 0}
     assert row["prompt_tokens"] == {}
     refresh_gauges(live)
-    assert sample(live, 'kappa_cached_tokens{node="node-w",tier="device"}') == 48
+    assert sample(live, 'kappa_cached_tokens{node="node-w",tier="device",worker="w"}') == 48
     assert row["totals"]["overruns_total"] == 1
 
 

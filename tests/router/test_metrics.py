@@ -26,7 +26,7 @@ def test_scheduler_figures_of_a_new_life_add_to_the_old():
     lines = metrics.exposition().decode().splitlines()
     assert 'kappa_scheduler_passed_total{node="n",reason="vram"} 16.0' in lines
     assert 'kappa_scheduler_fill_total{node="n",resource="budget"} 8.0' in lines
-    assert 'kappa_engine_requests{node="n",state="waiting"} 7.0' in lines
+    assert 'kappa_engine_requests{node="n",state="waiting",worker="v"} 7.0' in lines
 
 
 def test_gauges_of_a_gone_node_go_and_its_counters_stay():
@@ -35,13 +35,25 @@ def test_gauges_of_a_gone_node_go_and_its_counters_stay():
     for node in ("n", "o"):
         metrics.reported(WorkerReport(f"w-{node}", 1.0, **told), node, paced=False)
         for gauge in (m.LINK_SCALE, m.COMPUTE_SCALE, m.OVERHEAD, m.BREAKER_OPEN):
-            metrics.set(gauge, node, to=1.0)
-    metrics.forget_node("n")
+            metrics.set(gauge, node, f"w-{node}", to=1.0)
+    metrics.forget("worker", "w-n")
     left = [line for line in metrics.exposition().decode().splitlines() if 'node="n"' in line]
     assert left and all("_total{" in line or "_created{" in line for line in left)
     lines = metrics.exposition().decode().splitlines()
-    assert f'{m.LINK_SCALE.name}{{node="o"}} 1.0' in lines
+    assert f'{m.LINK_SCALE.name}{{node="o",worker="w-o"}} 1.0' in lines
     assert 'kappa_engine_steps_total{node="n",paced="false"} 3.0' in lines
+
+
+def test_gauges_of_workers_on_one_node_stand_side_by_side():
+    metrics = RouterMetrics()
+    for worker, waiting in (("a", 2), ("b", 5)):
+        metrics.reported(WorkerReport(worker, 1.0, waiting=waiting), "h100", paced=False)
+    lines = metrics.exposition().decode().splitlines()
+    assert 'kappa_engine_requests{node="h100",state="waiting",worker="a"} 2.0' in lines
+    assert 'kappa_engine_requests{node="h100",state="waiting",worker="b"} 5.0' in lines
+    metrics.forget("worker", "a")
+    text = metrics.exposition().decode()
+    assert 'worker="b"' in text and 'worker="a"' not in text
 
 
 def test_totals_of_workers_that_left_are_kept_for_some():
@@ -66,8 +78,8 @@ def test_power_has_its_source_and_energy_adds_up_over_restarts():
         report = WorkerReport(worker, 1.0, energy_j_total=joules, **told)
         metrics.reported(report, "pcie", paced=False)
     text = metrics.exposition().decode()
-    assert 'kappa_node_power_watts{node="pcie",source="model"} 300.0' in text
-    assert 'kappa_node_power_cap_watts{node="pcie",source="model"} 700.0' in text
+    assert 'kappa_node_power_watts{node="pcie",source="model",worker="w1"} 300.0' in text
+    assert 'kappa_node_power_cap_watts{node="pcie",source="model",worker="w2"} 700.0' in text
     assert 'kappa_energy_joules_total{node="pcie",source="model"} 180.0' in text
 
 
@@ -83,5 +95,5 @@ def test_metrics_without_counting_are_empty_and_fail_nothing():
     metrics.observe(m.TOKENIZE_SECONDS, value=0.1)
     metrics.reported(WorkerReport("w", 1.0, steps_total=5), "pcie", paced=True)
     metrics.total(m.STEPS, "pcie", "true", to=3)
-    metrics.forget_node("pcie")
+    metrics.forget("worker", "w")
     assert metrics.exposition() == b""

@@ -245,6 +245,31 @@ def test_report_of_all_in_flight_replaces_what_was_known():
     assert made.remote_in_flight_on("a") == 0 and made.backlogs_s(1.0)["a"] == (0.0, 0.0)
 
 
+def test_others_tell_of_requests_and_not_of_the_worker():
+    made = router(announcement("a"))
+    made.report(report(running=3), 1.0)
+    made.others(report(arrived=(arrival("r"), arrival("s"))), 5.0)
+    state = made.workers["a"]
+    assert made.remote_in_flight_on("a") == 2
+    assert (state.seen_s, state.report.running) == (1.0, 3), "the worker itself was not heard"
+    made.others(report(arrived=(arrival("r", prefilled=True),)), 5.0)
+    assert made.flights["r"].prefilled and made.remote_in_flight_on("a") == 2
+    made.others(report(finished=("r", "s", "of nobody")), 6.0)
+    made.others(report("gone", arrived=(arrival("t"),)), 6.0)
+    assert made.in_flight == 0
+
+
+@pytest.mark.parametrize("forecast", [True, False])
+def test_what_is_told_of_a_request_is_worth_the_same_elsewhere(forecast):
+    one, other = (router(announcement("a"), forecast=forecast) for _ in range(2))
+    one.route(ask("r"), 1.0)
+    (told,) = one.sent()["a"]
+    assert (told.request_id, told.new_tokens, told.max_tokens) == ("r", 4000, 1)
+    other.others(report(arrived=(told,)), 1.0)
+    assert other.backlogs_s(1.0) == one.backlogs_s(1.0)
+    assert other.sent() == {"a": ()}, "it is not its own"
+
+
 def test_id_that_two_workers_report_counts_once_where_it_began():
     made = router("a", "b")
     made.report(report("a", arrived=(arrival("r"),)), 1.0)

@@ -153,7 +153,7 @@ def played(config, policy):
     models = node_models(config)
     router = Router(RouterConfig(policy, 1, 1_000_000, stale_after_s=math.inf, forecast_workers=0))
     traffic = traffic_of(config)
-    play = Play(models, traffic, RouterDispatch(router, announcements_of(config, models)),
+    play = Play(models, traffic, RouterDispatch([router], announcements_of(config, models)),
                 Faults(), config.seed)  # fmt: skip
     play.run()
     return play, traffic

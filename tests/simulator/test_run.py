@@ -6,8 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kappa_router.policy import policy_named
 from kappa_scheduler.catalogue import SCHEDULERS
 from kappa_simulator.clusters import KINDS, ClusterError, SimulatedCluster, numbered
+from kappa_simulator.dispatch import RouterDispatch
 from kappa_simulator.faults import Failure, Faults, Straggler, misprofiled_third
 from kappa_simulator.run import SimulationConfig, simulate, traffic_of
 from kappa_simulator.traffic import Clients
@@ -57,6 +59,37 @@ def test_a_seed_decides_everything_to_the_last_bit(config, policy):
     same(one, again)
     other = simulate(config.replaced(seed=1))
     assert not np.array_equal(one.records.ttft_s, other.records.ttft_s)
+
+
+def test_routers_that_tell_each_other_know_of_all_requests(config, monkeypatch):
+    known = []
+
+    def share(self, now_s):
+        told(self, now_s)
+        known.append([(len(r.flights), r.reservations) for r in self._routers])
+
+    told = RouterDispatch.share
+    monkeypatch.setattr(RouterDispatch, "share", share)
+    config = config.replaced(policy="priced", routers=3, share_s=0.05)
+    one, again = simulate(config), simulate(config)
+    same(one, again)
+    assert ended_once(one) == 200
+    assert all(seen == sum(own for _, own in each) for each in known for seen, _ in each)
+    assert any(0 < own < seen for each in known for seen, own in each)
+
+
+def test_routers_that_tell_nothing_answer_every_request_too(config):
+    failures = Faults(failures=(Failure(0, 4.0, 5.0),))
+    outcome = simulate(config.replaced(routers=2, rate_rps=30.0, faults=failures))
+    assert ended_once(outcome) == 200 and outcome.retried
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"routers": 0}, {"share_s": -1.0}, {"share_s": float("nan")}, {"routers": 2}]
+)
+def test_impossible_routers_are_refused(config, wrong):
+    with pytest.raises(ValueError, match="router"):
+        config.replaced(**wrong, policy=policy_named("ttft"))
 
 
 def test_run_reports_progress_and_leaves_garbage_collection_on(config):

@@ -11,16 +11,19 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+import typer
 import zmq
+from typer.testing import CliRunner
 from vllm import SamplingParams
 from vllm.distributed.kv_events import KVEventBatch
 from vllm.sampling_params import RequestOutputKind
 
 from kappa.hardware import node_profile
 from kappa.model import ModelShape
-from kappa.plans.clo import CloConfig, SparseSettings
+from kappa.plans.clo import CloConfig, SparseSettings, read_heads, thresholds
 from kappa.plans.measured import rates_from_measured
 from kappa.shapes import model_shape
+from kappa_deploy.commands.heads import heads
 from kappa_engine.config import read_config
 from kappa_workers.identity import SparsePlan, WorkerPlan
 from kappa_workers.own_engine.server import OwnPlan
@@ -258,6 +261,31 @@ async def test_what_may_be_approximate_is_computed_sparsely(started):
     again = await completed(started, tokens, "approx", approx=True, max_tokens=40)
     assert text_of(again) == text_of(exact)
     assert (sparse()["moved"], sparse()["slots"]) == (1, 0)
+
+
+async def test_a_model_is_served_with_its_heads_as_measured(tmp_path):
+    text, out = tmp_path / "text", tmp_path / "heads.json"
+    text.write_text("\n".join(TEXTS), encoding="utf-8")
+    model, app = make_tiny_model(tmp_path / "tiny", TEXTS), typer.Typer()
+    app.command()(heads)
+    given = [str(model), "--text", str(text), "--out", str(out), "--texts", "2", "--tokens", "256"]
+    done = CliRunner().invoke(app, [*given, "--json"])
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert (facts["pieces"], facts["kv_heads"], facts["out"]) == (2, 2, str(out))
+    shape = read_config(model).shape
+    measured = read_heads(out, shape)
+    assert measured.importance.max() > 0 and measured.similarity.max() <= 1
+    assert measured.codes.balance.shape == (2, 1, 32, 32)
+    async with running(Bench(tmp_path, model, sparse=replace(SPARSE, heads=measured))) as bench:
+        tokens = prompt(90, 8)
+        exact = await completed(bench, tokens, max_tokens=40)
+        again = await completed(bench, tokens, "approx", approx=True, max_tokens=40)
+        assert text_of(again) == text_of(exact)
+        cache = bench.engine._core.engine.approximate._sparse.cache
+        want = thresholds(measured.kv_importance(1), 0.8, 3.0)[1]
+        assert cache._tau[1].tolist() == pytest.approx(want.tolist())
+        assert bench.engine._core.engine.stats().sparse["lookups"] > 0
 
 
 async def test_a_stop_string_ends_the_answer_early(started):

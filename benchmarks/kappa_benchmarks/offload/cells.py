@@ -25,6 +25,8 @@ from kappa_engine.profile import ProfileSettings
 TEXT = Path(__file__).parents[3] / "docs" / "adr"
 """The text that a trained model reads: this project's decisions, all of 2026."""
 SMOLLM2 = "smollm2-135m"
+HEADS = TEXT.parent / "results" / "2026-11-29-heads-smollm2-135m.json"
+"""What `kappa heads smollm2-135m` wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +218,22 @@ _ANSWERS = Setting(
                      SparseCell(4, 2_048, 128, (1 / 8,), _DEPTHS, _EVERY_WAY))),),
 )  # fmt: skip
 
+_CODES = ("clo", "clo-cal-128", "clo-cal")
+_PARTS = ("clo-fixed", "clo-t", "clo-tg", "clo-tgp", "clo-tgp-waited")
+
+
+def _by_parts(name: str, ways: tuple[str, ...], shares: tuple[float, ...] = (1 / 8,)) -> Setting:
+    """Answers again, with heads as they were measured."""
+    cell = SparseCell(6, 1_024, 96, shares, _DEPTHS, ways)
+    return Setting(name, (Group(SMOLLM2, (cell,)),))
+
+
+# Seconds beside loading everything.
+_LOADING = Setting("clo-loading", (Group(SMOLLM2, tuple(
+    SparseCell(1, context, 9, ways=("clo", "clo-cal-128", "clo-tgp"))
+    for context in (2_048, 4_096, 8_192)
+)),))  # fmt: skip
+
 _SMALLEST = Setting(
     "smallest",
     (
@@ -223,7 +241,8 @@ _SMALLEST = Setting(
         Group("opt-tiny", (DecodeCell(8, 24, 9, ("host-kv", "hybrid-100"), held=2),)),
         Group("opt-tiny", (DecodeCell(2, 33, 4, ("host-kv", "cpu-50")),), cpu_threads=1),
         Group("opt-tiny", (DecodeCell(2, 25, 4, ("host-weights", "host-kvpr")),), weights=1.0),
-        Group("llama-tiny", (SparseCell(2, 256, 5), SparseCell(2, 64, 5, (0.5, 1.0), (0.5,)))),
+        Group("llama-tiny", (SparseCell(2, 256, 5), SparseCell(2, 64, 5, (0.5, 1.0), (0.5,),
+                                        ("clo", "clo-fixed", "clo-tgp", "lru")))),
     ),
     40e6, block_tokens=8, profile=_TINY, clo=CloConfig(recent_tokens=16),
 )  # fmt: skip
@@ -258,7 +277,9 @@ SETTINGS: dict[str, Setting] = {
         _plans("cpu-small", 0.0), _plans("cpu-paced", 80e6, short=True),
         _plans("cpu-paced-fast", 600e6), _on_cpu("cpu-offload-small", 0.0),
         _on_cpu("cpu-offload-paced", 600e6), _sparse("clo-cpu", 0.0),
-        _sparse("clo-cpu-paced", 200e6), _ANSWERS, _SMALLEST, _GPU,
+        _sparse("clo-cpu-paced", 200e6), _ANSWERS, _LOADING,
+        _by_parts("clo-codes", _CODES, (1 / 16, 1 / 8)), _by_parts("clo-parts", _PARTS),
+        _SMALLEST, _GPU,
     )
 }  # fmt: skip
 

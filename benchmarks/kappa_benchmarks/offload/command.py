@@ -16,7 +16,8 @@ def offload(
         typer.Option(
             help="cpu-small, cpu-paced, cpu-paced-fast (KVPR, HybridServe, first tokens), "
             "cpu-offload-small, -paced (the CPU attends), clo-cpu, clo-cpu-paced (sparse), "
-            "clo-answers (what sparse does to answers), mixture-kvpr, -hybrid (link and processor "
+            "clo-answers (what sparse does to answers), clo-codes, clo-parts (measured heads), "
+            "clo-loading (beside loading everything), mixture-kvpr, -hybrid (link and processor "
             "equals), weights-kvpr, -hybrid, -cpu (weights in host memory); as often as wanted."
         ),
     ] = None,

@@ -218,7 +218,8 @@ _COLUMNS: tuple[tuple[str, str, float | str], ...] = (
     ("IQR", "speedup_iqr", 1.0), ("same tokens", "tokens_equal", ".0%"),
     ("perplexity", "perplexity", 1.0), ("more", "perplexity_loss", ".1%"),
     ("from", "perplexity_loss_low", ".1%"), ("to", "perplexity_loss_high", ".1%"),
-    ("numbers found", "found", ".0%"),
+    ("numbers found", "found", ".0%"), ("heads kept", "persistent", ".0%"),
+    ("over loading", "loading", 1.0),
 )  # fmt: skip
 """Heading, key, and a format or a factor."""
 

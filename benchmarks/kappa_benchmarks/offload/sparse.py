@@ -24,27 +24,88 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kappa.plans.clo import SparseSettings, equal_heads
+from kappa.model import ModelShape
+from kappa.plans.clo import (
+    HeadProfile,
+    SparseSettings,
+    equal_heads,
+    persistent_heads,
+    persistent_share,
+    read_heads,
+)
+from kappa.plans.head_codes import CodeMaps
 from kappa_benchmarks.harness import half_width, paired, quartiles
-from kappa_benchmarks.offload.cells import TEXT, Group, Setting, SparseCell, model, trained_folder
+from kappa_benchmarks.offload.cells import (
+    HEADS,
+    TEXT,
+    Group,
+    Setting,
+    SparseCell,
+    model,
+    trained_folder,
+)
 from kappa_benchmarks.offload.lru import LruCache
 from kappa_benchmarks.offload.rig import Arm, Loaded, Sample, loaded, ratios
 from kappa_engine.block_pool import Ids
 from kappa_engine.kv_cache import ArenaSize
-from kappa_engine.sparse.cache import SimilarityCache
+from kappa_engine.sparse.cache import SimilarityCache, cosines
 from kappa_engine.sparse.forward import SparseForward
 from kappa_engine.sparse.serving import promote_from_device
-from kappa_engine.sparse.slots import Slots
-from kappa_engine.step import Pages, prompt_row
+from kappa_engine.sparse.slots import Slots, View
+from kappa_engine.step import (
+    Pages,
+    Source,
+    StepRow,
+    TokenSpan,
+    held_spans,
+    joined,
+    prompt_row,
+)
 
-EXACT, LRU = "exact", "lru"
-_CLO: dict[str, dict[str, Any]] = {
-    "clo": {},
-    "clo-waited": {"prefetch": False},
-    "clo-oracle": {"retriever": "oracle"},
-    "clo-anew": {"max_age": 1},
+EXACT, LRU, HOST_KV = "exact", "lru", "host-kv"
+
+
+class LeastAlike(SimilarityCache):
+    """Compares the least cosine of a group with the threshold, without Eq. 10."""
+
+    def _similar(self, layer: int, last: Tensor, view: View) -> Tensor:
+        least = cosines(last, view.of(self.slots.labels[layer])).amin(dim=-1)
+        return least >= self._tau[layer]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a choice is made, kept and fetched."""
+
+    # Changes of the served settings.
+    settings: dict[str, Any] = field(default_factory=dict)
+    kind: type[SimilarityCache] = SimilarityCache
+    # Thresholds by importance as `kappa heads` measured it (T); else all heads count alike.
+    adapts: bool = False
+    # Hard heads keep all their KV on the device (P), none of them hidden by the link.
+    persists: bool = False
+    # Bits of codes behind calibrated maps; 0: as in the settings, without maps.
+    calibrated_bits: int = 0
+
+
+WAYS = {
+    "clo": Way(),
+    "clo-waited": Way({"prefetch": False}),
+    "clo-oracle": Way({"retriever": "oracle"}),
+    "clo-anew": Way({"max_age": 1}),
+    "clo-cal": Way(calibrated_bits=256),
+    "clo-cal-128": Way(calibrated_bits=128),
+    # Paper 004, Fig. 12, with calibrated codes: a fixed threshold, and T, G, P on top of it.
+    "clo-fixed": Way(kind=LeastAlike, calibrated_bits=256),
+    "clo-t": Way(kind=LeastAlike, adapts=True, calibrated_bits=256),
+    "clo-tg": Way(adapts=True, calibrated_bits=256),
+    "clo-tgp": Way(adapts=True, persists=True, calibrated_bits=256),
+    "clo-tgp-waited": Way({"prefetch": False}, adapts=True, persists=True, calibrated_bits=256),
+    LRU: Way({"prefetch": False}, LruCache),
+    EXACT: Way({"prefetch": False}),
 }
-"""As it is served; choosing by the actual query; by the keys themselves; again at every step."""
+"""As it is served; choosing by the actual query; by the keys themselves; again at every step; by
+calibrated codes; the parts of the paper one by one; an LRU cache; all on the device."""
 _CHUNK_TOKENS = 512
 _ANSWER_TOKENS = 8
 _NEEDLE = " The secret number is {}."
@@ -69,28 +130,35 @@ class SparseRig(Loaded):
     facts: dict[str, Any]
     # Text of token ids.
     words: Callable[[list[int]], str] = str
+    # As `kappa heads` measured them.
+    heads: HeadProfile
+    # Share of KV heads that keep all their KV on the device, by way.
+    kept: dict[str, float] = field(default_factory=dict)
     # Of a way's last run; None: it looks nothing up.
     hits: dict[str, float | None] = field(default_factory=dict)
 
     @contextmanager
     def opened(self, way: str, share: float, which: range) -> Iterator[SparseForward]:
         """The model with a slot for each of these sequences, as after its context."""
-        config, context = self.config, self.cell.context
-        every = tuple(range(config.kv_heads))
-        # Nothing comes before the first layer that could predict its queries.
-        whole = config.layers if way == EXACT else 1
-        persistent = (every,) * whole + ((),) * (config.layers - whole)
+        context, shape, how = self.cell.context, self.config.shape, WAYS[way]
         longest = context + self.following.shape[1] + _ANSWER_TOKENS
-        settings = SparseSettings(
-            replace(self.setting.clo, share=share), len(which), longest, chunk_tokens=1
+        clo = replace(self.setting.clo, share=share)
+        clo = replace(clo, code_bits=how.calibrated_bits or clo.code_bits)
+        settings = SparseSettings(clo, len(which), longest, chunk_tokens=1)
+        settings = replace(settings, **how.settings)
+        heads = self.heads if how.adapts else equal_heads(shape)
+        persistent = persistent_heads(
+            shape, clo, heads if how.persists else equal_heads(shape), 0.0
         )
-        settings = replace(settings, **_CLO.get(way, {"prefetch": False}))
-        slots = Slots(self.forward, settings, persistent)
-        kind = LruCache if way == LRU else SimilarityCache
+        if way == EXACT:
+            persistent = (tuple(range(shape.kv_heads)),) * shape.layers
+        maps = self.heads.codes if how.calibrated_bits else None
+        slots = Slots(self.forward, settings, persistent, maps)
         for slot, index in enumerate(which):
             blocks = self.host_blocks[index]
             promote_from_device(slots, slot, context, self.device_blocks[index], blocks, [])
-        yield SparseForward(self.forward, kind(slots, equal_heads(config.shape)))
+        self.kept[way] = persistent_share(shape, persistent)
+        yield SparseForward(self.forward, how.kind(slots, heads))
         self.mover.drain()
         for slot, index in enumerate(which):
             grown = slots.close(slot)[len(self.host_blocks[index]) :]
@@ -118,12 +186,13 @@ def sparse_rig(setting: Setting, group: Group, cell: SparseCell) -> Iterator[Spa
     contexts, following, numbers, facts, words = _sequences(group, cell)
     size, count = setting.block_tokens, len(contexts)
     longest = cell.context + following.shape[1] + _ANSWER_TOKENS
-    device, host = -(-cell.context // size), -(-longest // size)
-    with loaded(setting, group, ArenaSize(count * device, count * host, block_tokens=size)) as made:
+    blocks = -(-longest // size)
+    arena = ArenaSize(count * blocks, count * blocks, block_tokens=size)
+    with loaded(setting, group, arena) as made:
         on_device, in_host = [], []
         pools = made.arena.pools
         for tokens in contexts:
-            mine = pools["kv", "device"].allocate(device)
+            mine = pools["kv", "device"].allocate(blocks)
             for stop in range(_CHUNK_TOKENS, cell.context + _CHUNK_TOKENS, _CHUNK_TOKENS):
                 row = prompt_row(tokens[:stop], Pages(np.array(mine)), start=stop - _CHUNK_TOKENS)
                 made.compute([row])
@@ -135,7 +204,19 @@ def sparse_rig(setting: Setting, group: Group, cell: SparseCell) -> Iterator[Spa
         yield SparseRig(
             forward=made, setting=setting, cell=cell, following=following.to(made.arena.device),
             device_blocks=on_device, host_blocks=in_host, numbers=numbers, facts=facts, words=words,
+            heads=heads_of(group.model, made.config.shape),
         )  # fmt: skip
+
+
+def heads_of(name: str, shape: ModelShape) -> HeadProfile:
+    """A trained model's heads as they were measured; drawn ones of a random model."""
+    if trained_folder(name) is not None:
+        return read_heads(HEADS, shape)
+    rng, size = np.random.default_rng(6), (shape.layers, shape.kv_heads)
+    maps = CodeMaps(
+        np.zeros((*size, shape.head_dim)), np.tile(np.eye(shape.head_dim), (*size, 1, 1))
+    )
+    return HeadProfile(rng.random((shape.layers, shape.heads)), rng.random(size), "drawn", maps)
 
 
 def _sequences(
@@ -208,6 +289,7 @@ def answer_rows(rig: SparseRig) -> Iterator[dict[str, Any]]:
             "perplexity_loss": math.expm1(mean), "perplexity_loss_low": math.expm1(mean - half),
             "perplexity_loss_high": math.expm1(mean + half),
             "found": sum(found) / len(found) if found else None, "found_by_depth": found,
+            "persistent": rig.kept[way],
             "depths": rig.cell.depths, **rig.facts,
         }  # fmt: skip
 
@@ -253,9 +335,34 @@ def _found(rig: SparseRig, way: str, share: float) -> list[bool]:
 
 
 def sparse_arms(rig: SparseRig) -> list[Arm]:
-    """All ways at all shares."""
+    """All ways at all shares, exact attention, and exact attention that loads all KV."""
     ways = [(EXACT, 1.0), *((way, share) for share in rig.cell.shares for way in rig.cell.ways)]
-    return [Arm(label(*one), partial(_timed, rig, *one)) for one in ways]
+    arms = [Arm(label(*one), partial(_timed, rig, *one)) for one in ways]
+    return [*arms, Arm(HOST_KV, partial(_loading, rig))]
+
+
+def _loading(rig: SparseRig) -> Sample:
+    """The same steps with whole blocks in host memory, all of which cross the link at each step, a
+    layer ahead, as the engine does for planner `host-kv`."""
+    size, texts = rig.arena.block_tokens, range(rig.cell.texts)
+    pages = []
+    for text in texts:
+        mine = Pages(np.array(rig.device_blocks[text]))
+        mine.column("kv", "device")[: len(rig.host_blocks[text])] = -1
+        mine.put(0, "kv", "host", rig.host_blocks[text])
+        pages.append(mine)
+
+    def read(steps: range) -> None:
+        for step in steps:
+            at = rig.cell.context + step
+            new = TokenSpan(Source.NEW, at, at + 1)
+            spans = [joined([*held_spans(pages[text], at, size), new]) for text in texts]
+            tokens = rig.following[:, step].tolist()
+            rig.forward.compute([StepRow([tokens[t]], spans[t], pages[t]) for t in texts])
+
+    read(range(1))
+    rig.hits[HOST_KV] = None
+    return rig.timed(lambda: read(range(1, rig.cell.steps)))
 
 
 def _timed(rig: SparseRig, way: str, share: float) -> Sample:
@@ -284,6 +391,7 @@ def sparse_rows(
     for arm in arms:
         share = arm.name.rpartition(" ")[2]
         base = f"{LRU} {share}" if f"{LRU} {share}" in samples else arm.name
+        loading = paired(*([s.latency_s for s in samples[name]] for name in (HOST_KV, arm.name)))
         low, latency_s, high = quartiles([s.latency_s / steps for s in samples[arm.name]])
         base_low, _, base_high = quartiles([s.latency_s / steps for s in samples[base]])
         gain_low, gain, gain_high = quartiles(ratios(samples, base, arm.name))
@@ -299,6 +407,8 @@ def sparse_rows(
             "link_gbps": quartiles(rates)[1] if rates else None, "predicted_s": None,
             "baseline": base, "speedup": gain, "speedup_iqr": gain_high - gain_low,
             "speedup_low": mean.low, "speedup_high": mean.high,
-            "ranked": high < base_low or base_high < low, **rig.facts,
+            "ranked": high < base_low or base_high < low,
+            "loading": loading.mean, "loading_low": loading.low, "loading_high": loading.high,
+            **rig.facts,
         })  # fmt: skip
     return rows

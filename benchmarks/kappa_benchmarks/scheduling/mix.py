@@ -8,6 +8,7 @@ are emulated; a backend on a paced engine multiplies them by its dilation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,7 @@ BUDGET_TOKENS = 256
 KV_BYTES_PER_TOKEN = 1024.0
 LINK_BYTES_PER_S = 5e6
 LINK_FIXED_S = 0.02
-LINKS = {"x0.25": 0.25, "x1": 1.0, "x4": 4.0}
+LINKS = {"x0.25": 0.25, "x1": 1.0, "x4": 4.0, "free": math.inf}
 STORES = ("free", "shared")
 # An iteration: seconds per token computed, and besides.
 STEP_TOKEN_S = 4e-5
@@ -31,11 +32,16 @@ FRESH, OFFLOADED, LARGE = "fresh", "offloaded", "large"
 POLICIES = (
     "fcfs", "fcfs_link", "priority", "vtc", "dlpm", "equinox", "hrrn", "cap1", "greedy", "fair",
 )  # fmt: skip
-WORKLOADS = ("mixed", "mixed10", "mixed_stream", "fresh", "heavy_light", "small_vs_large")
+WORKLOADS = (
+    "mixed", "mixed10", "mixed_stream", "roomy", "packing", "fresh", "heavy_light",
+    "small_vs_large",
+)  # fmt: skip
 """mixed: all at once, offloaded ones first. mixed10: ten times the blocks and the requests.
-mixed_stream: those requests on the small device, in a drawn order at drawn times. fresh: no reuse,
-all at once. heavy_light: like requests, three times as many of one tenant, which came first.
-small_vs_large: a stream that keeps the blocks taken, and one request that needs most."""
+mixed_stream: those requests on the small device, in a drawn order at drawn times. roomy: those of
+mixed10, with blocks for all. packing: Figure 8 of the paper thirty times, in a drawn order: pairs
+of prompts fill the blocks, some of them the budget, too. fresh: no reuse, all at once. heavy_light:
+like requests, three times as many of one tenant, which came first. small_vs_large: a stream that
+keeps the blocks taken, and one request that needs most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,11 @@ class Setting:
         """Emulated seconds per token on the link."""
         return KV_BYTES_PER_TOKEN / (LINK_BYTES_PER_S * LINKS[self.link])
 
+    @property
+    def load_fixed_s(self) -> float:
+        """Emulated seconds of a load besides."""
+        return LINK_FIXED_S if self.load_token_s else 0.0
+
 
 def workload_of(name: str, seed: int = SEED) -> Workload:
     """The workload of that name; `seed` moves arrivals where those are drawn."""
@@ -95,6 +106,15 @@ def workload_of(name: str, seed: int = SEED) -> Workload:
         return Workload(39, (offloaded,) * 6 + (small,) * 12)
     if name == "mixed10":
         return Workload(390, (offloaded,) * 60 + (small,) * 120)
+    if name == "roomy":
+        return Workload(1500, (offloaded,) * 60 + (small,) * 120)
+    if name == "packing":
+        # Of Figure 8 a token is 51 here, its budget of 5 ours of 256, its 10 tokens of VRAM 17
+        # blocks: the first two fit together, and the last with the first.
+        sizes = ((160, 100), (160, 48), (192, 100), (96, 154))
+        figure = [Request(OFFLOADED, *size, output_tokens=1) for size in sizes]
+        order = np.random.default_rng(seed).permutation(120).tolist()
+        return Workload(17, tuple(figure[i % 4] for i in order))
     if name == "fresh":
         return Workload(390, (small,) * 400)
     if name == "heavy_light":

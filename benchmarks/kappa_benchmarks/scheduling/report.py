@@ -63,7 +63,8 @@ def row_of(policy: str, setting: mix.Setting, backend: str, played: Played) -> R
     budget_fill, vram_fill = fills(played.iterations, capacity)
     gap, jain = fairness(served, capacity)
     waits = [s.admitted_s - s.arrived_s for s in served if math.isfinite(s.admitted_s)]
-    ends = [s.finished_s for s in served if math.isfinite(s.finished_s)]
+    makespan_s = max((s.finished_s for s in served if math.isfinite(s.finished_s)), default=None)
+    steps = [tokens for one in played.iterations if (tokens := one["tokens"])]
     ttft_s: dict[str, list[float]] = {mix.FRESH: [], mix.OFFLOADED: []}
     for one in served:
         ttft_s.setdefault(one.request.kind, []).append(one.ttft_s)
@@ -73,7 +74,9 @@ def row_of(policy: str, setting: mix.Setting, backend: str, played: Played) -> R
             kind: {"p50": quantile(values, 0.5), "p99": quantile(values, 0.99)}
             for kind, values in ttft_s.items()
         },
-        "makespan_s": max(ends, default=None), "budget_fill": budget_fill, "vram_fill": vram_fill,
+        "makespan_s": makespan_s, "budget_fill": budget_fill, "vram_fill": vram_fill,
+        "iterations": len(steps), "iteration_tokens": np.mean(steps).item() if steps else None,
+        "link_use": makespan_s and played.engine.get("load_s", 0.0) / makespan_s,
         "max_wait_s": max(waits, default=None), "max_skips": max_skips(served),
         "service_gap": gap, "jain": jain,
     }  # fmt: skip

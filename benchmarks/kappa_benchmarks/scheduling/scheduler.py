@@ -34,7 +34,8 @@ from kappa_benchmarks.scheduling.report import Row
 from kappa_benchmarks.serving.settings import ModelName, Unpaced, bench_model, bench_settings
 
 _SHOWN = (
-    "makespan_s", "budget_fill", "vram_fill", "max_wait_s", "max_skips", "service_gap", "jain",
+    "makespan_s", "iterations", "iteration_tokens", "budget_fill", "vram_fill", "link_use",
+    "max_wait_s", "max_skips", "service_gap", "jain",
 )  # fmt: skip
 
 

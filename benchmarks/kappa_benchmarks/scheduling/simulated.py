@@ -54,7 +54,7 @@ def node_of(policy: str, setting: mix.Setting, blocks: int) -> NodeModel:
     return NodeModel(
         step=step, block_tokens=mix.BLOCK_TOKENS, device_blocks=blocks,
         host_blocks=_HOST_BLOCKS, load_block_s=block_s, store_block_s=block_s,
-        load_fixed_s=mix.LINK_FIXED_S, budget_tokens=mix.BUDGET_TOKENS,
+        load_fixed_s=setting.load_fixed_s, budget_tokens=mix.BUDGET_TOKENS,
         max_running=mix.MAX_RUNNING, rule="fcfs" if policy == "fcfs_link" else policy,
         link_order=FIFO if policy == "fcfs" else LOADS_FIRST,
         duplex=HALF if setting.stores == "shared" else FULL,
@@ -98,7 +98,8 @@ def play(model: NodeModel, workload: mix.Workload, seed: int) -> Played:
     left = sum(math.isinf(one.finished_s) for one in served)
     if left:
         raise RuntimeError(f"{model.rule}: {left} of {len(served)} requests never ended")
-    return Played(workload.blocks, served, node.iterations)
+    loads = {"load_s": node.link.up.load_s}
+    return Played(workload.blocks, served, node.iterations, loads)
 
 
 def runs_of(policy: str, setting: mix.Setting, runs: int) -> list[Row]:

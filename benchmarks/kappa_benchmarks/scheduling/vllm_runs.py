@@ -90,7 +90,7 @@ def engine_arguments(
     """vLLM's arguments for a policy on a setting; `blocks`: usable ones (vLLM keeps one more)."""
     stats, dilation = stats_in(folder), serving.dilation
     token_s = setting.load_token_s * dilation
-    link = {"token_s": token_s, "fixed_s": mix.LINK_FIXED_S * dilation}
+    link = {"token_s": token_s, "fixed_s": setting.load_fixed_s * dilation}
     rules = LinkRules(
         duplex="half" if setting.stores == "shared" else "full",
         order="fifo" if policy in ("fcfs", BARE) else "loads_first",
@@ -110,7 +110,8 @@ def engine_arguments(
         }  # fmt: skip
     return {
         "model": serving.model or str(bench_model()), "skip_tokenizer_init": True,
-        "dtype": "float32", "max_model_len": 1024, "block_size": mix.BLOCK_TOKENS,
+        "dtype": "float32", "max_model_len": min(1024, blocks * mix.BLOCK_TOKENS),
+        "block_size": mix.BLOCK_TOKENS,
         "num_gpu_blocks_override": blocks + 1,
         "max_num_batched_tokens": mix.BUDGET_TOKENS, "max_num_seqs": mix.MAX_RUNNING,
         "enforce_eager": True, "enable_prefix_caching": True, "disable_log_stats": True,

@@ -15,6 +15,7 @@ import httpx
 
 from kappa.host import free_ports
 from kappa_router.gateway.clusters import TYPES, Json, extension
+from kappa_router.gateway.ext_proc import SERVICE
 from kappa_router.gateway.process import find_envoy
 
 AnswersMode = Literal["FULL_DUPLEX_STREAMED", "STREAMED", "NONE"]
@@ -27,6 +28,28 @@ _HTTP2 = {
         "explicit_http_config": {"http2_protocol_options": {}},
     }
 }
+# A stream that breaks before the picker's first word is opened at another one.
+_AGAIN = {
+    "retry_on": "connect-failure,refused-stream,reset,unavailable", "num_retries": 2,
+    "retry_host_predicate": [
+        extension("envoy.retry_host_predicates.previous_hosts",
+                  "extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate")
+    ],
+    "host_selection_retry_max_attempts": 3,
+}  # fmt: skip
+# A picker that does not serve is asked nothing: it says so, or refuses a connection.
+_GUARDED = {
+    "circuit_breakers": {"thresholds": [{"max_retries": 1024}]},
+    "health_checks": [{
+        "interval": "1s", "no_traffic_interval": "1s", "timeout": "1s",
+        "unhealthy_threshold": 1, "healthy_threshold": 1,
+        "grpc_health_check": {"service_name": SERVICE},
+    }],
+    "outlier_detection": {
+        "split_external_local_origin_errors": True, "consecutive_local_origin_failure": 1,
+        "base_ejection_time": "1s", "max_ejection_percent": 50,
+    },
+}  # fmt: skip
 
 
 def _policy(name: str, message: str, **config: Any) -> Json:
@@ -35,9 +58,11 @@ def _policy(name: str, message: str, **config: Any) -> Json:
     return {"policies": [{"typed_extension_config": made}]}
 
 
-def bootstrap(ports: Sequence[int], picker: int, servers: Sequence[int], answers: str) -> Json:
+def bootstrap(
+    ports: Sequence[int], pickers: Sequence[int], servers: Sequence[int], answers: str
+) -> Json:
     """Envoy's configuration. ports: its own and that of its administration; answers: the mode in
-    which the picker sees their bodies."""
+    which pickers see their bodies."""
     here = {"namespace": "envoy.lb", "key": DESTINATION}
     path = [{"key": here["key"]}]
     served = [{"key": "x-gateway-destination-endpoint-served"}]
@@ -57,8 +82,8 @@ def bootstrap(ports: Sequence[int], picker: int, servers: Sequence[int], answers
     spaces = {"untyped": ["envoy.lb", "envoy.lb.subset_hint"]}
     ask = extension(
         "envoy.filters.http.ext_proc", "extensions.filters.http.ext_proc.v3.ExternalProcessor",
-        grpc_service={"envoy_grpc": {"cluster_name": "picker"}}, processing_mode=mode,
-        message_timeout="30s",
+        grpc_service={"envoy_grpc": {"cluster_name": "picker"}, "retry_policy": _AGAIN},
+        processing_mode=mode, message_timeout="30s",
         metadata_options={
             "forwarding_namespaces": spaces,
             "receiving_namespaces": {"untyped": ["envoy.lb"]},
@@ -87,7 +112,7 @@ def bootstrap(ports: Sequence[int], picker: int, servers: Sequence[int], answers
         "filter_chains": [{"filters": [{"name": "http", "typed_config": manager}]}],
     }
     clusters = [
-        _cluster("picker", [picker]) | {"typed_extension_protocol_options": _HTTP2},
+        _cluster("picker", pickers) | {"typed_extension_protocol_options": _HTTP2} | _GUARDED,
         _cluster("pool", servers) | {"load_balancing_policy": picked},
     ]
     return {
@@ -111,13 +136,13 @@ def _cluster(name: str, ports: Sequence[int]) -> Json:
 
 @contextlib.contextmanager
 def gateway(
-    picker: int, servers: Sequence[int], folder: Path, answers: AnswersMode = DUPLEX
+    pickers: Sequence[int], servers: Sequence[int], folder: Path, answers: AnswersMode = DUPLEX
 ) -> Iterator[tuple[str, int]]:
-    """A gateway before a picker and servers, by their ports: its url, and its process' id. Raises
+    """A gateway before pickers and servers, by their ports: its url, and its process' id. Raises
     TimeoutError."""
     ports = free_ports(_HOST, 2)
     file = folder / "gateway.json"
-    file.write_text(json.dumps(bootstrap(ports, picker, servers, answers)))
+    file.write_text(json.dumps(bootstrap(ports, pickers, servers, answers)))
     command = (str(find_envoy()), "-c", str(file), "--concurrency", "1", "--disable-hot-restart")
     with subprocess.Popen([*command, "-l", "error"]) as running:
         try:

@@ -208,7 +208,7 @@ def simulate(
     )  # fmt: skip
     router = _KnownLengths(config)
     router.output_tokens = traffic.output_tokens.tolist()
-    dispatch = RouterDispatch(router, mirror.announcements)
+    dispatch = RouterDispatch([router], mirror.announcements)
     play = Play(mirror.models, traffic, dispatch, _STEADY, seed, _REPORT_PERIOD_S)
     play.run()
     order = np.argsort(np.array(play.arrival_s), kind="stable")

@@ -182,9 +182,11 @@ def emulated(log: Path, speed: float, *, metrics: bool) -> Iterator[dict[str, An
 
 
 @contextlib.contextmanager
-def front(given: Mapping[str, Any], arm: str, journal: Path) -> Iterator[tuple[str, int]]:
+def front(
+    given: Mapping[str, Any], arm: str, journal: Path, *, kill: bool = False
+) -> Iterator[tuple[str, int]]:
     """`kappa route` with settings `given`, its own rule or a present balancer's steering: its url,
-    and the id of its process."""
+    and the id of its process, which is killed after if `kill`."""
     port = free_port(HOST)
     mode = "on" if arm == "on" else "shadow"
     settings = {
@@ -195,7 +197,8 @@ def front(given: Mapping[str, Any], arm: str, journal: Path) -> Iterator[tuple[s
     config = journal.with_suffix(".yaml")
     config.write_text(json.dumps(settings))
     url = f"http://{HOST}:{port}"
-    with process("-c", _KAPPA, "route", "-c", str(config), log=journal.with_suffix(".log")) as pid:
+    command, log = ("-c", _KAPPA, "route", "-c", str(config)), journal.with_suffix(".log")
+    with process(*command, log=log, kill=kill) as pid:
         ready(url, len(given["backends"]))
         yield url, pid
 

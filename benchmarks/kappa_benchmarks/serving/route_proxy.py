@@ -1,5 +1,5 @@
 """`kappa bench route-proxy`: the cost of passing through `kappa route`, and requests lost when a
-server dies. On EMULATED servers that answer almost at once."""
+server or an endpoint picker dies. On EMULATED servers that answer almost at once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,7 +56,7 @@ class ProxyLoad:
 
 def route_proxy(
     requests: Annotated[
-        int, typer.Option(min=0, help="Sent while servers are killed; 0: none is.")
+        int, typer.Option(min=0, help="Sent while one is killed and back; 0: none is.")
     ] = 10_000,
     rate: Annotated[
         str, typer.Option(help="Requests a second, open loop; one, or by comma one a size.")
@@ -70,12 +71,18 @@ def route_proxy(
         AnswersMode | None,
         typer.Option(help="A foreign gateway asks us; how it lets us see answers."),
     ] = None,
+    pickers: Annotated[
+        int, typer.Option(min=1, max=2, help="With --epp; of two one is killed, not a server.")
+    ] = 1,
     json_output: Json = False,
 ) -> None:
-    """Seconds that the proxy adds to a first token, what it costs, and requests lost as a server is
-    killed."""
+    """Seconds that the proxy adds to a first token, what it costs, and requests lost as a server or
+    a picker is killed."""
     with usage_errors():
         loads = loads_of(size, rate, output)
+        if pickers > 1 and not epp:
+            raise ValueError("--pickers: a gateway has pickers, give --epp")
+    lost = dict[str, Any]()
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         log, ports = folder / "servers.log", free_ports(HOST, 2)
@@ -91,23 +98,27 @@ def route_proxy(
         }
         if epp:
             servers["epp"] = {"port": free_port(HOST)}
-        with process(*second, log=log):
+        other = {**servers, "epp": {"port": free_port(HOST)}}
+        second_server = partial(process, *second, log=log, kill=True)
+        second_picker = partial(front, other, "on", folder / "k", kill=True)
+        with second_server():
             for url in urls:
                 ready(url)
             url, *pids = stack.enter_context(front(servers, "on", folder / "j"))
             if epp:
-                asked = gateway(servers["epp"]["port"], ports, folder, epp)
-                url, gateway_pid = stack.enter_context(asked)
+                asked = [one["epp"]["port"] for one in (servers, other)[:pickers]]
+                url, gateway_pid = stack.enter_context(gateway(asked, ports, folder, epp))
                 pids.append(gateway_pid)
             rows = []
             for load in loads:
                 rows.append(asdict(load) | overhead((urls[0], url), pids, load, paired))
                 added = rows[-1]["added_p50_ms"]
                 note(f"{load.size} bytes, {load.rate:g}/s: {added['median']:.2f} ms added")
-        lost = {}
-        if requests:
+            if requests and pickers > 1:
+                lost = losses(*asyncio.run(under_kills(url, requests, loads[0], second_picker)))
+        if requests and pickers == 1:
             # It is dead from here on, comes back, and is killed and back again under load.
-            lost = losses(*asyncio.run(under_kills(url, requests, loads[0], second, log)))
+            lost = losses(*asyncio.run(under_kills(url, requests, loads[0], second_server)))
     facts = result(emulated=True, speed=speed, rows=rows, **lost)
     publish(facts, lambda console: console.print(facts), json_output=json_output)
 
@@ -154,7 +165,7 @@ def overhead(
 
 
 def losses(records: list[RequestRecord], kills: int) -> dict[str, Any]:
-    """Requests lost while servers were killed, by error and before or after their first token."""
+    """Requests lost under kills, by error and before or after their first token."""
     errors = Counter(r.error for r in records if r.error)
     begun = sum(bool(r.error) and r.first_token_s is not None for r in records)
     return {
@@ -189,13 +200,16 @@ async def send(url: str, requests: int, load: ProxyLoad) -> list[RequestRecord]:
 
 
 async def under_kills(
-    url: str, requests: int, load: ProxyLoad, server: tuple[Any, ...], log: Path
-) -> tuple[list[RequestRecord], int]:
-    """Send requests while a server is up and down in turns; how often it was killed."""
+    url: str, requests: int, load: ProxyLoad,
+    up: Callable[[], contextlib.AbstractContextManager[object]],
+) -> tuple[list[RequestRecord], int]:  # fmt: skip
+    """Send requests while a process is `up` and down in turns; how often it was killed."""
     sending, kills = asyncio.create_task(send(url, requests, load)), 0
     while not sending.done():
-        with process(*server, log=log, kill=True):
+        with contextlib.ExitStack() as stack:
+            # It may take seconds to start, while which requests go on.
+            await asyncio.to_thread(stack.enter_context, up())
             await asyncio.wait([sending], timeout=3 * _DOWN_S)
-        kills += not sending.done()
+            kills += not sending.done()
         await asyncio.wait([sending], timeout=_DOWN_S)
     return await sending, kills

@@ -87,6 +87,10 @@ class Options:
         int | None, typer.Option(min=1, help="As many nodes of the cluster's mix.")
     ] = None
 
+    routers: Annotated[int, typer.Option(min=1, help="Routers, drawn for each request.")] = 1
+    share_s: Annotated[
+        float, typer.Option(min=0.0, help="Seconds between what routers tell each other; 0: never.")
+    ] = 0.0
     cap_w: Annotated[
         float | None,
         typer.Option(help="Cap each node's watts, emulated: computing slows as the clock would."),
@@ -115,6 +119,8 @@ class Options:
             warm=self.warm,
             admission=self.admission,
             clients=Clients(cast(Retry, self.retry), self.patience),
+            routers=self.routers,
+            share_s=self.share_s,
         )
         return config if config.load is None else config.replaced(capacity_rps=capacity_of(config))
 

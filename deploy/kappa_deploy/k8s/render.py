@@ -1,10 +1,10 @@
 """Renders every overlay with Kustomize and checks each: `./dev manifests`.
 
-`python -m kappa_deploy.k8s.render [--out FOLDER] [OVERLAY ...]` writes one YAML file for each
-overlay (to standard output without `--out`), after `kappa_deploy.checks` found no fault in it. To
-Kustomize's output it adds Envoy's configuration, made from the application's `args`: a ConfigMap
-with the digest of its content in its name, so that a changed configuration replaces the pods. Needs
-`kubectl` or `kustomize`; no cluster.
+`python -m kappa_deploy.k8s.render [--out FOLDER [--chart]] [OVERLAY ...]` writes one YAML file, or
+one Helm chart, for each overlay (to standard output without `--out`), after `kappa_deploy.checks`
+found no fault in it. To Kustomize's output it adds Envoy's configuration, made from the
+application's `args`: a ConfigMap with the digest of its content in its name, so that a changed
+configuration replaces the pods. Needs `kubectl` or `kustomize`; no cluster.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,21 @@ def _kustomized(folder: Path) -> str:
         raise RenderError(f"{folder}: {error.stderr.strip()}") from None
 
 
+def write_chart(text: str, folder: Path) -> None:
+    """A rendered overlay as a Helm chart: the same objects, with the pods' image as its value."""
+    # Ours: all containers of Ray nodes and of Envoy have it.
+    image = Counter(re.findall(r" image: (\S+)\n", text)).most_common(1)[0][0]
+    template = text.replace("{{", '{{ "{{" }}')
+    template = template.replace(f" image: {image}\n", " image: {{ .Values.image }}\n")
+    # The version is that of the chart beside it: all are released together.
+    about = yaml.safe_load((OVERLAYS.parent / "charts/kappa-route/Chart.yaml").read_text())
+    about |= {"name": f"kappa-serve-{folder.name}", "description": f"Overlay {folder.name}"}
+    (folder / "templates").mkdir(parents=True, exist_ok=True)
+    (folder / "Chart.yaml").write_text(yaml.safe_dump(about), encoding="utf-8")
+    (folder / "values.yaml").write_text(yaml.safe_dump({"image": image}), encoding="utf-8")
+    (folder / "templates/all.yaml").write_text(template, encoding="utf-8")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Render and check; 1 if anything is wrong."""
     from kappa_deploy.checks.facts import Facts
@@ -121,7 +138,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kappa_deploy.k8s.render", description=__doc__)
     parser.add_argument("overlay", nargs="*", help="default: all of them")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write FOLDER/OVERLAY.yaml")
+    parser.add_argument("--chart", action="store_true", help="write Helm charts FOLDER/OVERLAY")
     options = parser.parse_args(arguments)
+    if options.chart and not options.out:
+        parser.error("--chart needs --out FOLDER")
     unknown = sorted(set(options.overlay) - set(overlays()))
     if unknown:
         parser.error(f"no overlay named {unknown}; there are {overlays()}")
@@ -139,8 +159,11 @@ def main(arguments: list[str] | None = None) -> int:
         failed = failed or bool(found)
         if options.out:
             options.out.mkdir(parents=True, exist_ok=True)
-            path = options.out / f"{name}.yaml"
-            path.write_text(text, encoding="utf-8")
+            path = options.out / (name if options.chart else f"{name}.yaml")
+            if options.chart:
+                write_chart(text, path)
+            else:
+                path.write_text(text, encoding="utf-8")
             print(f"{path}: {'faulty' if found else 'checked'}")
         elif not found:
             print(f"# {name}\n---\n{text}")

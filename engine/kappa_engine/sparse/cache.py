@@ -75,7 +75,9 @@ def code_scores(slots: Slots, view: View, queried: HeadQueries) -> Tensor:
     assert slots.hasher is not None
     # (pairs, blocks, block_tokens, words)
     codes = slots.codes[queried.layer][view.table[queried.batch], queried.heads[:, None]]
-    return slots.hasher.agreement(slots.hasher.encode(queried.queries), codes.flatten(1, 2))
+    heads = slots.offloaded[queried.layer][queried.heads]
+    asked = slots.hasher.of_queries(queried.layer, heads, queried.queries)
+    return slots.hasher.agreement(asked, codes.flatten(1, 2))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 Two vectors' codes agree in a share of bits that falls with the angle between them, so the keys with
 the most bits in common are those with the highest scores, nearly (as HATA of paper 004 does with
-projections that it trains; these are random, from a seed). One code per token and KV head, kept on
-the device under the host block that holds the key.
+projections that it trains; these are random, from a seed, behind maps that `kappa heads` fits to a
+model's queries and keys, if it did: `kappa.plans.head_codes`). One code per token and KV head, kept
+on the device under the host block that holds the key.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kappa.plans.head_codes import CodeMaps
+
 WORD_BITS = 64
 _SEED = 0
 # With more queries per key, codes are multiplied as +1 and -1 rather than counted bit by bit.
@@ -19,15 +22,40 @@ _COUNTED_QUERIES = 16
 
 
 class Hasher:
-    """Makes codes of `bits` bits (a multiple of 64) of vectors of `head_dim` elements."""
+    """Makes codes of `bits` bits (a multiple of 64) of vectors of `head_dim` elements.
 
-    def __init__(self, head_dim: int, bits: int, dtype: torch.dtype, device: torch.device) -> None:
+    maps: of each layer's queries and keys; None: none.
+    """
+
+    def __init__(
+        self, head_dim: int, bits: int, dtype: torch.dtype, device: torch.device,
+        maps: CodeMaps | None = None,
+    ) -> None:  # fmt: skip
+        self._maps = None
+        if maps is not None:
+            self._maps = [
+                torch.from_numpy(of).to(dtype).to(device)
+                for of in (maps.balance, maps.inverse(), maps.centre)
+            ]
         self.bits, self.words = bits, bits // WORD_BITS
         planes = np.random.default_rng(_SEED).standard_normal((head_dim, bits)).astype(np.float32)
         self._planes = torch.from_numpy(planes).to(dtype).to(device)
         # Bit 63 is the sign of a word.
         weights = [1 << bit for bit in range(WORD_BITS - 1)] + [-(1 << (WORD_BITS - 1))]
         self._weights = torch.tensor(weights, dtype=torch.int64, device=device)
+
+    def of_queries(self, layer: int, heads: Tensor, queries: Tensor) -> Tensor:
+        """Codes (n, queries, words) of queries (n, queries, head_dim) of KV heads (n,)."""
+        if self._maps is not None:
+            queries = torch.bmm(queries, self._maps[0][layer, heads])
+        return self.encode(queries)
+
+    def of_keys(self, layer: int, heads: Tensor, keys: Tensor) -> Tensor:
+        """Codes (..., n, words) of keys (..., n, head_dim) of KV heads (n,)."""
+        if self._maps is not None:
+            keys = keys - self._maps[2][layer, heads]
+            keys = torch.einsum("...nd,nde->...ne", keys, self._maps[1][layer, heads])
+        return self.encode(keys)
 
     def encode(self, vectors: Tensor) -> Tensor:
         """Codes (..., words) int64 of vectors (..., head_dim)."""

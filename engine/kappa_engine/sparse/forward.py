@@ -85,8 +85,9 @@ def sparse_forward(
     config = forward.config
     if persistent is None:
         persistent = (tuple(range(config.kv_heads)), *[()] * (config.layers - 1))
-    slots = Slots(forward, settings, persistent)
-    return SparseForward(forward, SimilarityCache(slots, heads or equal_heads(config.shape), tau))
+    heads = heads or equal_heads(config.shape)
+    slots = Slots(forward, settings, persistent, heads.codes)
+    return SparseForward(forward, SimilarityCache(slots, heads, tau))
 
 
 def attend(slots: Slots, index: int, queries: Tensor, view: View) -> Tensor:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kappa.plans.clo import Persistent, SparseSettings
+from kappa.plans.head_codes import CodeMaps
 from kappa_engine.block_pool import Ids
 from kappa_engine.forward import Forward
 from kappa_engine.kv_cache import ArenaTooLarge, free_host_bytes
@@ -135,12 +136,16 @@ class Slots:
 
     Args:
         persistent: KV heads of each layer that keep all KV on the device.
+        maps: before the codes of queries and keys, if they are calibrated.
 
     Raises:
         ArenaTooLarge: the slots do not fit the free memory.
     """
 
-    def __init__(self, forward: Forward, settings: SparseSettings, persistent: Persistent) -> None:
+    def __init__(
+        self, forward: Forward, settings: SparseSettings, persistent: Persistent,
+        maps: CodeMaps | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.arena, self.mover = forward.config, forward.arena, forward.mover
         self.settings, config, arena = settings, self.config, self.arena
         every = set(range(config.kv_heads))
@@ -151,7 +156,7 @@ class Slots:
         self.states = [Slot() for _ in range(settings.slots)]
         self.hasher = None
         if settings.retriever == "hash":
-            self.hasher = Hasher(config.head_dim, clo.code_bits, arena.dtype, device)
+            self.hasher = Hasher(config.head_dim, clo.code_bits, arena.dtype, device, maps)
         # From a key's row of host KV (`rows`) to its value's.
         self.value_step = block * config.kv_heads
         self.persistent, self.offloaded = (
@@ -251,7 +256,7 @@ class Slots:
         head_dim)."""
         heads = self.offloaded[layer]
         if self.hasher is not None and len(heads):
-            codes = self.hasher.encode(keys[:, :, heads])
+            codes = self.hasher.of_keys(layer, heads, keys[:, :, heads])
             self.codes[layer][blocks] = codes.transpose(1, 2)
 
     def close(self, slot: int) -> list[int]:

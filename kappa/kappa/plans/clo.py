@@ -8,6 +8,7 @@ on the device. Figures only: the engine's half is `kappa_engine.sparse`. Changes
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,14 +19,18 @@ from numpy.typing import NDArray
 
 from kappa.checks import read_json_object
 from kappa.model import ModelShape
+from kappa.plans import head_codes
 from kappa.plans.load_plan import LoadPlan, Segment
 from kappa.plans.rates import PlanRates
 
 FORMAT = "kappa-head-importance/1"
 """The value of "format" in a file of head importance."""
+_KEYS = {"format", "model", "importance", "similarity", "codes", "note"}
 
 Scores = NDArray[np.float64]
 
+SPARED_SHARE = 0.25
+"""Of query heads, those that `gates` finds to matter least."""
 LEAST_SIMILARITY = 1e-3
 """Least cosine in Eq. 10, since smaller ones would invert its harmonic mean."""
 
@@ -42,6 +47,8 @@ class HeadProfile:
     # where it was not measured.
     similarity: Scores | None = None
     source: str = "all heads alike"  # or the file
+    # Maps of queries and keys before their codes; None: codes are of both as they are.
+    codes: head_codes.CodeMaps | None = None
 
     def kv_importance(self, kv_heads: int) -> Scores:
         """The highest importance in each group of query heads, shape (layers, kv_heads)."""
@@ -59,7 +66,7 @@ def read_heads(path: str | Path, shape: ModelShape) -> HeadProfile:
     data = read_json_object(path, "head importance")
     if data.get("format") != FORMAT:
         raise ValueError(f"{path}: format is {data.get('format')!r}: give {FORMAT!r}")
-    unknown = sorted(set(data) - {"format", "model", "importance", "similarity", "note"})
+    unknown = sorted(set(data) - _KEYS)
     if unknown:
         raise ValueError(f"{path}: unknown keys {', '.join(unknown)}: leave them out")
     if "importance" not in data:
@@ -69,7 +76,15 @@ def read_heads(path: str | Path, shape: ModelShape) -> HeadProfile:
     if data.get("similarity") is not None:
         wanted = (shape.layers, shape.kv_heads)
         similarity = _table(path, "similarity", data["similarity"], wanted, -1.0)
-    return HeadProfile(importance, similarity, str(path))
+    codes = None
+    if data.get("codes") is not None:
+        try:
+            codes = head_codes.from_json(
+                data["codes"], shape.layers, shape.kv_heads, shape.head_dim
+            )
+        except ValueError as error:
+            raise ValueError(f"{path}: codes: {error}") from None
+    return HeadProfile(importance, similarity, str(path), codes)
 
 
 def _table(path: str | Path, key: str, value: Any, wanted: tuple[int, int], least: float) -> Scores:
@@ -88,6 +103,51 @@ def _table(path: str | Path, key: str, value: Any, wanted: tuple[int, int], leas
             f"{path}: {key} of layer {layer}, head {head} is {table[layer, head]:g}: {expected}"
         )
     return table
+
+
+def gates(damage: Scores, spared_share: float = SPARED_SHARE) -> Scores:
+    """Importance of heads by what each one's ablation loses, shaped as `damage`, in [0, 1).
+
+    The gate α that paper 004's training (Eq. 14, after DuoAttention) would settle at if heads did
+    not act on each other: a loss grows as (1-α)²·d, the penalty as λ·α, least at 1 - λ/2d. λ/2 is
+    taken such that `spared_share` of the heads have gate 0; all have where none loses anything.
+    """
+    spared = float(np.quantile(damage, spared_share))
+    nonzero = np.maximum(damage, np.finfo(np.float64).tiny)
+    return np.where(damage > spared, 1.0 - spared / nonzero, 0.0)
+
+
+def group_similarity(cosines: Scores, importance: Scores, kv_heads: int) -> Scores:
+    """ŝ of Eq. 11: the mean over steps of the cosines of neighbouring queries, joined within each
+    group as a look-up joins them (Eq. 10; without importance all heads of a group count alike).
+
+    Args:
+        cosines: shape (steps, layers, heads).
+        importance: shape (layers, heads).
+
+    Returns:
+        Shape (layers, kv_heads).
+    """
+    steps, layers = cosines.shape[:2]
+    weights = importance.reshape(layers, kv_heads, -1)
+    weights = np.where(weights.any(axis=2, keepdims=True), weights, 1.0)
+    each = np.maximum(cosines, LEAST_SIMILARITY).reshape(steps, layers, kv_heads, -1)
+    joined: Scores = (weights.sum(axis=2) / (weights / each).sum(axis=3)).mean(axis=0)
+    return np.minimum(joined, 1.0)
+
+
+def heads_json(profile: HeadProfile, model: str, note: str) -> str:
+    """The content of a file of head importance, to six digits behind the point."""
+    similarity = profile.similarity
+    content = {
+        "format": FORMAT,
+        "model": model,
+        "note": note,
+        "importance": profile.importance.round(6).tolist(),
+        "similarity": None if similarity is None else similarity.round(6).tolist(),
+        "codes": profile.codes and head_codes.to_json(profile.codes),
+    }
+    return json.dumps(content)
 
 
 def thresholds(importance: Scores, eta: float, power: float) -> Scores:

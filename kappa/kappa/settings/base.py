@@ -55,7 +55,7 @@ def refuse(faults: Iterable[Fault]) -> None:
 def faults_in(error: ValidationError) -> list[Fault]:
     """The faults that pydantic found, without values."""
     found = error.errors(include_input=False, include_url=False)
-    return [(one["loc"], one["msg"]) for one in found]
+    return [(one["loc"], one["msg"].removeprefix("Value error, ")) for one in found]
 
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -70,7 +70,7 @@ def settings_from(
         SettingsError: with the file and, for each fault, its key and reason.
     """
     data: Any = {}
-    where = "built-in defaults"
+    where = "built-in defaults and options"
     if path is not None:
         where = str(path)
         try:

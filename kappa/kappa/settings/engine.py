@@ -49,7 +49,7 @@ class SparseSection(Section):
         "(kappa bench offload); clients may set a limit; none: unknown",
     )
     heads: str | None = Field(
-        None, description="file of head importance (JSON); none: all heads count alike"
+        None, description="file that `kappa heads` wrote; none: all heads count alike"
     )
     persistent_heads: int | None = Field(
         None, ge=0, description="KV heads of all layers kept on the device; none: the hard ones"

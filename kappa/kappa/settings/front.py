@@ -37,6 +37,14 @@ def _passed_path(value: str) -> str:
     return value
 
 
+def _set_variable(value: str) -> str:
+    """The name of an environment variable that holds a key; ValueError gives the reason."""
+    if not os.environ.get(value):
+        raise ValueError(f"the environment has no {value}: set it to the key that is wanted there")
+    return value
+
+
+KeyEnv = Annotated[str, AfterValidator(_set_variable)]
 ServerUrl = Annotated[str, AfterValidator(_server_url)]
 PassedPath = Annotated[str, AfterValidator(_passed_path)]
 
@@ -72,7 +80,7 @@ class BackendSettings(Section):
     serves: tuple[PassedPath, ...] = Field(
         (), description="paths that it is for, as /v1/embeddings; default: all that go to servers"
     )
-    key_env: str | None = Field(
+    key_env: KeyEnv | None = Field(
         None, description="environment variable with the key that it wants; none: the client's own"
     )
 
@@ -123,13 +131,6 @@ class BackendSettings(Section):
             made.append((self.model_copy(update={"name": name, "events": one}), rank))
         return made
 
-    @field_validator("key_env")
-    @classmethod
-    def _is_set(cls, value: str | None) -> str | None:
-        if value is not None and not os.environ.get(value):
-            raise ValueError(f"the environment has no {value}: set it to the server's key")
-        return value
-
     @property
     def key(self) -> str | None:
         """The server's key, from the environment; None if it needs none of ours."""
@@ -143,6 +144,24 @@ class ProbeSettings(Section):
     timeout_s: Finite = Field(2.0, gt=0, le=60)
     failures: int = Field(3, ge=1, description="silent probes in a row after which it is down")
     connect_timeout_s: Finite = Field(2.0, gt=0, le=60)
+
+
+class PeerSettings(Section):
+    """Other `kappa route` before the same servers: each tells the others what it has in flight."""
+
+    urls: tuple[ServerUrl, ...] = Field(
+        (),
+        description="where they listen; a host that resolves to several addresses (a headless "
+        "Service) names a router at each. Oneself may be among them",
+    )
+    key_env: KeyEnv | None = Field(
+        None, description="environment variable with an operator's key of theirs"
+    )
+
+    @property
+    def key(self) -> str | None:
+        """The key that they want, from the environment; None if they need none."""
+        return os.environ.get(self.key_env) if self.key_env else None
 
 
 class RoutingSettings(RouterSettings):
@@ -186,6 +205,11 @@ class InferencePoolSettings(Section):
     events_port: int | None = Field(
         None, ge=1, le=65535, description="where pods publish KV events; ranks at those that follow"
     )
+    deletion_costs: bool = Field(
+        False,
+        description="annotate pods with the tokens that their caches spared the last requests, so "
+        "that a ReplicaSet that shrinks removes the pod with the fewest; needs the right to patch",
+    )
 
 
 class PickerSettings(Section):
@@ -203,6 +227,7 @@ class FrontSettings(Section):
 
     backends: tuple[BackendSettings, ...] = ()
     probe: ProbeSettings = ProbeSettings()
+    peers: PeerSettings = PeerSettings()
     first_byte_s: Finite = Field(
         60.0, gt=0, description="a streamed answer that has not begun by then is sought elsewhere"
     )
@@ -285,6 +310,11 @@ class FrontSettings(Section):
                 f"http.decider_away: {self.http.decider_away} serves anybody while the router is "
                 "not there, and tenants.unknown: refuse nobody without a key: give "
                 "http.decider_away: refuse"
+            )
+        if self.peers.urls and self.tenants.closed and self.peers.key_env is None:
+            raise ValueError(
+                "peers: tenants.unknown: refuse has routers ask each other with an operator's key: "
+                "give peers.key_env"
             )
         if self.epp is not None:
             self._fit_a_gateway()

@@ -59,7 +59,7 @@ _OPEN_PATHS = ("/", "/health", "/ready")
 _METRICS_PATH = "/metrics"
 KEY_HEADERS = ("authorization", "x-api-key")
 TENANT_HEADERS = (*KEY_HEADERS, FAIRNESS_HEADER)
-OPERATOR_PATHS = ("/v1/nodes", "/v1/nodes/profile", "/v1/tenants", "/v1/journal")
+OPERATOR_PATHS = ("/v1/nodes", "/v1/nodes/profile", "/v1/tenants", "/v1/journal", "/v1/in_flight")
 """What concerns the whole cluster. Decisions show a tenant its own ones, an operator all."""
 _ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._:-")
 _LONGEST_ID = 128

@@ -72,10 +72,10 @@ def refresh_gauges(live: LiveRouter) -> None:
             (m.CALIBRATION_BELIEVED, float(calibration.believed)),
             (m.BREAKER_OPEN, _OPEN[live.members.breakers.state(worker, now_s).standing]),
         ):
-            metrics.set(gauge, announced.node.name, to=value)
+            metrics.set(gauge, announced.node.name, worker, to=value)
         for tier, blocks in held.get(worker, {}).items():
             tokens = blocks * announced.block_tokens
-            metrics.set(m.CACHED_TOKENS, announced.node.name, tier, to=tokens)
+            metrics.set(m.CACHED_TOKENS, announced.node.name, worker, tier, to=tokens)
         _refresh_measured(live, announced)
     for label, count in paced.items():
         metrics.set(m.WORKERS, label, to=count)
@@ -90,14 +90,15 @@ def _refresh_measured(live: LiveRouter, announced: Announcement) -> None:
     """Gauges of a worker's announced bandwidth, and of what its engine measured of itself, which
     a paced one does not."""
     node, measured = announced.node, announced.measured
-    live.metrics.set(m.ANNOUNCED_BANDWIDTH, node.name, "load", to=node.h2d_bytes_per_s)
-    live.metrics.set(m.ANNOUNCED_BANDWIDTH, node.name, "store", to=node.store_bytes_per_s)
+    labels = node.name, announced.worker
+    live.metrics.set(m.ANNOUNCED_BANDWIDTH, *labels, "load", to=node.h2d_bytes_per_s)
+    live.metrics.set(m.ANNOUNCED_BANDWIDTH, *labels, "store", to=node.store_bytes_per_s)
     if node.source != "measured":
         return
     if "step" in measured:
-        live.metrics.set(m.STEP_FIT, node.name, to=measured["step"]["r2"])
+        live.metrics.set(m.STEP_FIT, *labels, to=measured["step"]["r2"])
     if (age_s := _age_s(measured)) is not None:
-        live.metrics.set(m.PROFILE_AGE, node.name, to=age_s)
+        live.metrics.set(m.PROFILE_AGE, *labels, to=age_s)
 
 
 def _refresh_tenants(live: LiveRouter, known: Tenants) -> None:

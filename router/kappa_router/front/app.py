@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -12,8 +14,10 @@ from kappa_router.api import errors, status
 from kappa_router.api.app import Door, guard
 from kappa_router.api.checks import digits
 from kappa_router.api.face import Face
-from kappa_router.api.request import inbound_of
+from kappa_router.api.metadata import SESSION_HEADER
+from kappa_router.api.request import inbound_of, objective_of
 from kappa_router.front.front import Front
+from kappa_router.front.peers import PEERS_PATH
 from kappa_router.page.mount import add_page
 
 _JSON_LINES = "application/x-ndjson"
@@ -40,6 +44,7 @@ def own_routes(front: Front, door: Door) -> list[Route]:
         Route("/v1/nodes", face.nodes),
         Route("/v1/tenants", face.tenants),
         Route("/v1/journal", face.journal),
+        Route(PEERS_PATH, face.in_flight),
         Route("/v1/route", face.route, methods=["POST"]),
         Route("/v1/decisions", face.listed),
         Route("/v1/decisions/{request_id:path}", face.single),
@@ -68,6 +73,11 @@ class _Face(Face):
         """As `decision`."""
         return await self.decision(request.path_params["request_id"], request)
 
+    async def metrics(self, request: Request) -> Response:
+        """As `Face.metrics`."""
+        self._front.peers.rows()
+        return await super().metrics(request)
+
     async def models(self, request: Request) -> Response:
         """Every model that some server serves now."""
         return JSONResponse({"object": "list", "data": self._front.models()})
@@ -85,7 +95,13 @@ class _Face(Face):
     async def nodes(self, request: Request) -> Response:
         """Every server as the router knows it, and whether it answers."""
         live = self._front.live
-        return JSONResponse({"nodes": status.nodes(live), "backends": self._front.rows()})
+        peers = self._front.peers.rows()
+        rows = {"nodes": status.nodes(live), "backends": self._front.rows(), "peers": peers}
+        return JSONResponse(rows)
+
+    async def in_flight(self, request: Request) -> Response:
+        """What this router has in flight, as its peers follow it (`Peers.told`)."""
+        return StreamingResponse(self._front.peers.told(), media_type=_JSON_LINES)
 
     async def journal(self, request: Request) -> Response:
         """The journal of the rollout, JSON lines; empty if none is written."""
@@ -94,8 +110,13 @@ class _Face(Face):
 
     async def route(self, request: Request) -> Response:
         """The decision that would be made for a body; nothing is sent or reserved.
-        ApiError 400 if that is no JSON object; what else is wrong with it a server would say."""
-        inbound = inbound_of(request)
-        wanted = await self._front.read(DECIDED_PATHS[0], inbound.body, strict=True)
-        routed = self._front.request(inbound.request_id, wanted)
+        ApiError 400 if that is no JSON object, and for an objective that is none; what else is
+        wrong with it a server would say."""
+        inbound, front = inbound_of(request), self._front
+        rules, tenant = front.settings.router, inbound.tenant
+        priority, ttft_limit_s = objective_of(request.headers, rules, tenant)
+        wanted = await front.read(DECIDED_PATHS[0], inbound.body, tenant, strict=True)
+        wanted.session = request.headers.get(SESSION_HEADER) or wanted.session
+        routed = front.request(inbound.request_id, wanted)
+        routed = replace(routed, priority=priority, ttft_limit_s=ttft_limit_s)
         return self.explained(routed, request)

@@ -15,6 +15,8 @@ from kappa.settings.front import FrontSettings, backend_of, load_front_settings
 from kappa_router.console import fail, warn
 
 app = typer.Typer(invoke_without_command=True, add_completion=False)
+# A start that takes longer than this says why.
+_LATE_S = 15.0
 
 
 @app.callback()
@@ -25,7 +27,7 @@ def route(
         typer.Option(
             "--backend",
             "-b",
-            help="URL=PROFILE: a server and its node (kappa tables lists them). Say it again "
+            help="URL=PROFILE: a server and its node (a wrong name lists them all). Say it again "
             "for each.",
         ),
     ] = None,
@@ -56,6 +58,10 @@ def route(
             min=0, max=65535, help="Pick servers for a gateway instead (ext-proc), at this port."
         ),
     ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="URL of another kappa route before these servers, or of all of them."),
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
 ) -> None:
     """Route requests among OpenAI-compatible servers, until Ctrl-C."""
@@ -67,12 +73,15 @@ def route(
         {
             "http": {"port": port, "host": host}, "epp": {"port": epp},
             "access": {"allow_open": allow_open or None}, "router": {"mode": mode},
+            "peers": {"urls": peer or None},
         },
     )  # fmt: skip
     from kappa.logging import configure
 
     seen = settings.observing
     configure(seen.log_format, seen.log_file, settings.log_level)
+    if COMPILES:
+        rehearse(settings.router.policy)
     _serve(settings)
     sys.stderr.flush()
 
@@ -81,9 +90,35 @@ def _announce(settings: FrontSettings, url: str) -> None:
     pool = settings.epp.pool if settings.epp else None
     servers = pool.name if pool else ", ".join(one.url for one in settings.backends)
     what = "picking for a gateway" if settings.epp else f"routing {url}/v1"
-    warn(f"{what} among {servers}; watch it at {url}/", "dim")
+    others = f", with {', '.join(settings.peers.urls)}" if settings.peers.urls else ""
+    warn(f"{what} among {servers}{others}; watch it at {url}/", "dim")
     if not COMPILES:
         warn("each decision takes milliseconds; with kappa-router[fast] less than one", "dim")
+
+
+def rehearse(policy: str) -> None:
+    """Route a request that nobody sent, so that all loops are compiled, or loaded, before there is
+    an event loop, in which probes and requests would wait for it. policy: the name of the policy
+    that will decide."""
+    from threading import Timer
+    from types import SimpleNamespace
+
+    from kappa_router.json_body import read_object
+    from kappa_router.standalone import StandaloneRouter
+
+    what = "compiling, which the first start of an installation does for a minute or more"
+    late = Timer(_LATE_S, warn, (what, "dim"))
+    late.daemon = True
+    late.start()
+    try:
+        read_object(b"{}", ())
+        router = StandaloneRouter(policy=policy)
+        router.replicas({"one": {}, "other": {}})
+        prompt = "All the world's a stage, and all the men and women merely players. " * 16
+        router.rank(["one", "other"], [SimpleNamespace(prompt=prompt)], "")
+        router.done("one", "")
+    finally:
+        late.cancel()
 
 
 def _serve(settings: FrontSettings) -> None:

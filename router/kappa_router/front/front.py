@@ -33,6 +33,7 @@ from kappa_router.decision import RouteRequest
 from kappa_router.front.backend import TOKENIZED_FIELDS, Backend
 from kappa_router.front.conversations import Conversations, opening_of
 from kappa_router.front.journal import Journal
+from kappa_router.front.peers import Peers
 from kappa_router.index.prefix_hash import salt_of
 from kappa_router.live.kv_subscriber import StreamListener
 from kappa_router.live.live_router import LiveRouter
@@ -130,8 +131,10 @@ class Front:
             observing=settings.observing,
         )  # fmt: skip
         rule = replace(member_rule(decider), follow=self._follow)
+        # Routers that tell each other of their requests break ties differently.
+        first = secrets.randbelow(1 << 16) / (1 << 16) if settings.peers.urls else 0.0
         self.live = LiveRouter(
-            router_config(decider), None, rule, registry=self._registry,
+            replace(router_config(decider), first=first), None, rule, registry=self._registry,
             counting=settings.observing.metrics, request_log=settings.observing.request_log,
         )  # fmt: skip
         if settings.journal is not None:
@@ -144,8 +147,14 @@ class Front:
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
+        self.peers = Peers(settings, self.live, self._http)
         self.have([each for backend in settings.backends for each in backend.ranks()])
         return self
+
+    def meet(self) -> None:
+        """Follow other routers from now on: this one can be asked, too."""
+        if self.settings.peers.urls:
+            self.run("peers", "", self.peers.follow)
 
     def run(self, name: str, worker: str, task: Callable[[], Awaitable[None]]) -> None:
         """Run a task of a server, or of all with an empty name, again if it fails."""

@@ -84,6 +84,7 @@ async def opened(settings: FrontSettings) -> AsyncIterator[FrontGateway]:
         gateway = await stack.enter_async_context(Gateway(spec))
         follow = partial(scene.follow, gateway)
         await stack.enter_async_context(running(decider, follow, front.live.task_restarted))
+        front.meet()
         yield FrontGateway(front, scene, gateway, face, gateway.spec.url)
 
 
@@ -118,6 +119,7 @@ async def picking(settings: FrontSettings) -> AsyncIterator[FrontGateway]:
         face = await stack.enter_async_context(faced(app, listener, spec.tls))
         follow = partial(scene.follow, None)
         await stack.enter_async_context(running(decider, follow, front.live.task_restarted))
+        front.meet()
         yield FrontGateway(front, scene, picker, face, spec.url)
 
 

@@ -32,7 +32,12 @@ PRODUCT_LABEL = "nvidia.com/gpu.product"
 # At least and at most between two readings; a watch may be cut without a word.
 _LEAST_S, _MOST_S = 0.2, 300.0
 _ANSWER_S, _RETRY_S = 10.0, 2.0
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+_MOST_COST = 2**31 - 1
+# Between two annotations of a pod: each is a write to the API.
+_COST_S = 60.0
 _MOST_PORTS = 8
+_FAULTS = (aiohttp.ClientError, TimeoutError, OSError, ValueError)
 _RIGHTS = (
     "get, list and watch inferencepools and pods in its namespace, and, where a node's label "
     "gives the profile, get nodes"
@@ -75,20 +80,56 @@ class InferencePool:
         self._namespace, self._name = settings.name.split("/")
         self._products: dict[str, str] = {}
         self._faults: set[str] = set()
-        self._unread = ""
+        self._unread = self._uncosted = ""
+        # Names of pods, by those of their servers.
+        self._pods: dict[tuple[str, ...], str] = {}
 
     async def follow(self) -> None:
         """Follow it until cancelled."""
-        async with self._api.session() as http:
-            while True:
-                pause_s = _LEAST_S
+        async with self._api.session() as http, asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow(http))
+            if self._settings.deletion_costs:
+                tasks.create_task(self._cost(http))
+
+    async def _follow(self, http: aiohttp.ClientSession) -> None:
+        while True:
+            pause_s = _LEAST_S
+            try:
+                await self._changed(http, *await self._taken(http))
+                self._unread = ""
+            except _FAULTS as error:
+                self._not_read(error)
+                pause_s = _RETRY_S
+            await asyncio.sleep(pause_s)
+
+    async def _cost(self, http: aiohttp.ClientSession) -> None:
+        """Annotate pods with what would be lost with them, to two digits, where it has changed."""
+        told: dict[tuple[str, ...], int] = {}
+        while True:
+            await asyncio.sleep(_COST_S)
+            reused = self._front.live.records.reused_tokens()
+            for servers, pod in list(self._pods.items()):
+                cost = min(int(float(f"{sum(reused[one] for one in servers):.1e}")), _MOST_COST)
+                if told.get(servers) == cost:
+                    continue
                 try:
-                    await self._changed(http, *await self._taken(http))
-                    self._unread = ""
-                except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-                    self._not_read(error)
-                    pause_s = _RETRY_S
-                await asyncio.sleep(pause_s)
+                    await self._annotate(http, pod, cost)
+                except _FAULTS as error:
+                    self._not_costed(error)
+                    break
+                told[servers], self._uncosted = cost, ""
+            told = {servers: cost for servers, cost in told.items() if servers in self._pods}
+
+    def _not_costed(self, error: Exception) -> None:
+        """Say once that pods cannot be annotated."""
+        why = str(error) or repr(error)
+        if why != self._uncosted:
+            log.error(
+                "pods_not_annotated", pool=self._settings.name, why=why,
+                remedy="its service account needs the right to patch pods in its namespace, or set "
+                "epp.pool.deletion_costs false",
+            )  # fmt: skip
+        self._uncosted = why
 
     def _not_read(self, error: Exception) -> None:
         """Say once that the API does not tell what it is asked."""
@@ -113,6 +154,17 @@ class InferencePool:
         if not isinstance(found, dict):
             raise ValueError(f"{path} answered no object")
         return found
+
+    async def _annotate(self, http: aiohttp.ClientSession, pod: str, cost: int) -> None:
+        """Raises ValueError where that is refused; a pod that is gone by now needs none."""
+        path, patch = f"{_PODS.format(self._namespace)}/{pod}", {DELETION_COST: str(cost)}
+        headers = self._headers() | {"content-type": "application/merge-patch+json"}
+        async with asyncio.timeout(_ANSWER_S):
+            async with http.patch(
+                path, json={"metadata": {"annotations": patch}}, headers=headers
+            ) as answer:
+                if answer.status not in (200, 404):
+                    raise ValueError(f"annotating {path} was answered {answer.status}")
 
     def _headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self._api.token.read_text(encoding='utf-8').strip()}"}
@@ -166,6 +218,7 @@ class InferencePool:
     ) -> None:
         """These pods' servers are the front's, from now on."""
         wanted, faults = list[tuple[BackendSettings, None]](), set[str]()
+        found: dict[tuple[str, ...], str] = {}
         for pod in pods:
             try:
                 made = self._servers(pod, await self._profile(http, pod), ports)
@@ -174,9 +227,10 @@ class InferencePool:
                 continue
             # At a port of its own a rank is named by nothing else.
             wanted += [(one, None) for one in made]
+            found[tuple(str(one.name) for one in made)] = pod["metadata"]["name"]
         for fault in sorted(faults - self._faults):
             log.error("pod_not_used", why=fault)
-        self._faults = faults
+        self._faults, self._pods = faults, found
         self._front.have(wanted)
 
     def _servers(

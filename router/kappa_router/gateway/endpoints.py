@@ -129,7 +129,7 @@ class Resolver:
         if known is not None and time.monotonic() < known.until_s:
             return known.address
         try:
-            found = await self._ask(host, port)
+            found = await self.addresses(host, port)
         except (OSError, UnicodeError) as error:
             if known is None:
                 raise OSError(
@@ -141,7 +141,8 @@ class Resolver:
         self._found[host] = _Resolved(chosen, time.monotonic() + self._keep_s)
         return chosen
 
-    async def _ask(self, host: str, port: int) -> list[str]:
+    async def addresses(self, host: str, port: int) -> list[str]:
+        """All addresses of `host` as of now. Raises OSError, TimeoutError or UnicodeError."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self._timeout_s):
             rows = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -52,6 +52,8 @@ _MARKS, _EVENT = (b'"choices"', b"delta"), b"data: {"
 _ALIVE_MS = 20_000
 # Of a message, besides a part of a body.
 _FRAME_BYTES = 1 << 20
+# A gateway that sent nothing for so long has heard that this one goes; at most so long it is given.
+_QUIET_S, _HEARS_S = 1.0, 10.0
 
 
 class Watcher(Protocol):
@@ -74,6 +76,7 @@ class Picker:
     ) -> None:  # fmt: skip
         self.decide, self.watcher, self.bounds = decide, watcher, bounds
         self._ready, self._stopped = ready, asyncio.Event()
+        self._leaving, self._asked_s = False, 0.0
         options = (
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", bounds.body_bytes + _FRAME_BYTES),
@@ -110,8 +113,13 @@ class Picker:
         await self._server.start()
 
     async def stop(self, drain_s: float = 0.0) -> None:
-        """Take no new request, and wait for open ones for so long."""
-        await self._server.stop(drain_s)
+        """Say that it does not serve, take what comes until the gateway has heard that, then wait
+        for open requests; for so long in all."""
+        self._leaving, now_s = True, time.monotonic()
+        hears_s, until_s = now_s + min(_HEARS_S, drain_s / 2), now_s + drain_s
+        while (left_s := min(self._asked_s + _QUIET_S, hears_s) - time.monotonic()) > 0:
+            await asyncio.sleep(left_s)
+        await self._server.stop(max(until_s - time.monotonic(), 0.0))
         self._stopped.set()
 
     async def died(self) -> None:
@@ -120,7 +128,7 @@ class Picker:
         await self._stopped.wait()
 
     async def _process(self, _: Any, context: Any) -> None:
-        talk = _Exchange(self, context)
+        talk, self._asked_s = _Exchange(self, context), time.monotonic()
         try:
             await talk.run()
         except BrokenProtocolError as error:
@@ -130,10 +138,11 @@ class Picker:
             talk.over()
 
     async def _check(self, asked: Any, context: Any) -> Any:
-        """Health: of `liveness` while this process answers, of all else while it can choose."""
+        """Health: of `liveness` while this process answers, of all else while it can choose and
+        is not about to end."""
         if asked.service not in ("", "liveness", "readiness", SERVICE):
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
-        serves = asked.service == "liveness" or self._ready()
+        serves = asked.service == "liveness" or (self._ready() and not self._leaving)
         return MESSAGES["HealthCheckResponse"](status=_SERVING if serves else _NOT_SERVING)
 
 

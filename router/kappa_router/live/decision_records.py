@@ -3,7 +3,7 @@ Pure."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -136,6 +136,14 @@ class Records(OrderedDict[str, DecisionRecord]):
         """The record of a request if it is on that worker; the report of another is late."""
         record = self.get(request_id)
         return record if record is not None and record.decision.worker == worker else None
+
+    def reused_tokens(self) -> Counter[str]:
+        """Prompt tokens, by worker, that its caches spared these requests, as was predicted."""
+        spared = Counter[str]()
+        for record in self.values():
+            counts = record.decision.chosen.counts
+            spared[record.decision.worker] += counts.device_tokens + counts.cached_tokens
+        return spared
 
 
 def oldest_waits_s(records: Iterable[DecisionRecord], now_s: float) -> dict[str, float]:

@@ -209,11 +209,13 @@ class LiveRouter:
         return decision
 
     def explain(self, request: RouteRequest) -> Decision:
-        """The decision that `route` would make; nothing is reserved. Raises `NoWorkerError`."""
-        return self.priced(request).decision
+        """The decision that `route` would make without admission; nothing is reserved. Raises
+        `NoWorkerError`."""
+        asked = self.priced(request)
+        return self.router.in_time(asked.request, asked.decision, asked.now_s)
 
     def priced(self, request: RouteRequest) -> Explained:
-        """As `explain`, to be routed at once."""
+        """The cheapest, whatever limit the request asks for, to be routed at once."""
         return self._asked(self.router.explain, request)
 
     def _asked(
@@ -330,10 +332,10 @@ class LiveRouter:
         for request_id in lost:
             if request_id in self.records:
                 self.records[request_id].end = "worker_died"
-        self.node_renamed(node)
+        self.node_renamed(worker)
 
-    def node_renamed(self, before: str) -> None:
-        self.metrics.forget_node(before)
+    def node_renamed(self, worker: str) -> None:
+        self.metrics.forget("worker", worker)
 
     def worker_died(self, worker: str) -> None:
         in_flight = sum(1 for _ in self.router.flights_on(worker))
@@ -354,6 +356,12 @@ class LiveRouter:
     def _node(self, worker: str) -> str:
         state = self.router.workers.get(worker)
         return state.announcement.node.name if state is not None else worker
+
+    def others(self, report: WorkerReport) -> None:
+        """As `Pool.others`."""
+        self.router.others(report, self.now_s())
+        if report.finished:
+            self.suspects.ended(report.worker, self.now_s())
 
     def reported(self, report: WorkerReport) -> None:
         """A worker's report: what it says of requests goes by our ids, as far as they are ours."""

@@ -90,23 +90,24 @@ class RouterMetrics:
         for what, count in report.tier_failures_total.items():
             self.total(m.TIER_FAILURES, node, what, to=count, source=worker)
         if report.power_source:
-            where = (node, report.power_source)
-            self.set(m.POWER, *where, to=report.power_w)
-            self.set(m.POWER_CAP, *where, to=report.power_cap_w)
-            self.total(m.ENERGY, *where, to=report.energy_j_total, source=worker)
-        self.set(m.LOAD_BANDWIDTH, node, to=report.h2d_bytes_per_s)
+            where = (report.power_source,)
+            self.set(m.POWER, node, worker, *where, to=report.power_w)
+            self.set(m.POWER_CAP, node, worker, *where, to=report.power_cap_w)
+            self.total(m.ENERGY, node, *where, to=report.energy_j_total, source=worker)
+        self.set(m.LOAD_BANDWIDTH, node, worker, to=report.h2d_bytes_per_s)
         for state in ENGINE_STATES:
-            self.set(m.ENGINE_REQUESTS, node, state, to=getattr(report, state))
+            self.set(m.ENGINE_REQUESTS, node, worker, state, to=getattr(report, state))
 
-    def forget_node(self, node: str) -> None:
-        """Drop every gauge of a node that is gone; counters stay, since they must not fall."""
+    def forget(self, label: str, value: str) -> None:
+        """Drop every gauge of a worker or a peer that is gone; counters stay, since they must not
+        fall."""
         places = {
-            metric.name: metric.labels.index("node")
+            metric.name: metric.labels.index(label)
             for metric in m.ALL
-            if metric.kind == "gauge" and "node" in metric.labels
+            if metric.kind == "gauge" and label in metric.labels
         }
         for name, labels in list(self._children):
-            if name in places and labels[places[name]] == node:
+            if name in places and labels[places[name]] == value:
                 del self._children[name, labels]
                 self._collectors[name].remove(*labels)
 

@@ -162,7 +162,10 @@ def test_activations_hold_twice_the_requests_in_like_memory(result):
 
 def test_sparse_ways_are_measured_against_lru_of_their_share(result):
     found = rows(result, "sparse-seconds")
-    assert list(found) == ["exact", "clo 1/8", "lru 1/8"]
+    assert list(found) == ["exact", "clo 1/8", "lru 1/8", "host-kv"]
+    # Sixteen whole blocks of each context lie in host memory but for the latest 16 tokens.
+    assert found["host-kv"]["bytes_h2d"] == 2 * 240 * 3 * 2 * 2 * 16 * 4
+    assert found["host-kv"]["loading"] == 1.0 and found["clo 1/8"]["loading"] > 0
     # Two layers of three, two heads, two sequences of 256 tokens, an eighth chosen; 16 elements.
     choice = 2 * 2 * 2 * 33 * 2 * 16 * 4
     assert found["exact"]["bytes_h2d"] == 0 and found["exact"]["hits"] is None
@@ -184,6 +187,12 @@ def test_sparse_answers_stand_beside_exact_attention(result):
     assert found["exact"]["perplexity_loss"] == 0.0 and found["exact"]["tokens_scored"] == 2 * 5
     # All tokens chosen: nothing is lost. Half of them: something is, either way.
     assert found["clo 1"]["perplexity_loss"] == pytest.approx(0.0, abs=1e-5)
+    assert found["clo-tgp 1"]["perplexity_loss"] == pytest.approx(0.0, abs=1e-5)
+    assert found["exact"]["persistent"] == 1.0
+    assert found["clo 1/2"]["persistent"] == found["clo-fixed 1/2"]["persistent"] == 1 / 3
+    assert found["clo-tgp 1/2"]["persistent"] > 1 / 3
+    # The least cosine of a group hits no more often than their mean.
+    assert found["clo-fixed 1/2"]["hits"] <= found["clo 1/2"]["hits"]
     half = found["clo 1/2"]
     assert abs(half["perplexity_loss"]) > 1e-4
     assert half["perplexity_loss_low"] < half["perplexity_loss"] < half["perplexity_loss_high"]

@@ -74,7 +74,8 @@ def test_a_run_becomes_a_row():
     row = report.row_of("fair", SETTING, "vllm", played(requests))
     assert set(row) == {
         "policy", "workload", "backend", "link", "stores", "ttft_s", "makespan_s", "budget_fill",
-        "vram_fill", "max_wait_s", "max_skips", "service_gap", "jain",
+        "vram_fill", "iterations", "iteration_tokens", "link_use", "max_wait_s", "max_skips",
+        "service_gap", "jain",
     }  # fmt: skip
     assert row["ttft_s"]["offloaded"]["p50"] == 2.0
     assert row["ttft_s"]["fresh"]["p50"] == pytest.approx(1.0)

@@ -7,7 +7,8 @@ from kappa_benchmarks.scheduling import simulated as scheduler_sim
 
 KEYS = {
     "policy", "workload", "backend", "link", "stores", "ttft_s", "makespan_s", "budget_fill",
-    "vram_fill", "max_wait_s", "max_skips", "service_gap", "jain",
+    "vram_fill", "iterations", "iteration_tokens", "link_use", "max_wait_s", "max_skips",
+    "service_gap", "jain",
 }  # fmt: skip
 
 

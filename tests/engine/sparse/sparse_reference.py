@@ -94,7 +94,8 @@ def _attention(
     seen = _NOW[0].seen(module.layer_idx, query[0], key[0])
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
-    scores = scores.masked_fill(~seen.repeat_interleave(groups, dim=0)[None], -torch.inf)
+    seen = seen.repeat_interleave(query.shape[1] // len(seen), dim=0)
+    scores = scores.masked_fill(~seen[None], -torch.inf)
     return torch.matmul(scores.softmax(dim=-1), value).transpose(1, 2).contiguous(), None
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kappa.plans.clo import CloConfig, SparseSettings
+from kappa.plans.head_codes import CodeMaps
 from kappa_engine.kv_cache import ArenaTooLarge
 from kappa_engine.sparse import gather_kernel as gather_module
 from kappa_engine.sparse.cache import alike, cosines, replaced
@@ -64,6 +65,24 @@ def test_agreement_orders_keys_by_their_angle():
     angles = torch.arccos(cosines(k[0], q[0, 0].expand(60, 32)))
     # The share of bits in common falls linearly with the angle; three deviations of 4096 draws.
     assert (bits - (1 - angles / np.pi)).abs().max() < 3 * 0.5 / 4096**0.5
+
+
+def test_maps_are_applied_by_layer_and_head_before_the_codes():
+    rng = np.random.default_rng(2)
+    halves = rng.normal(size=(2, 3, 8, 8))
+    maps = CodeMaps(rng.normal(size=(2, 3, 8)), halves @ np.swapaxes(halves, -1, -2))
+    mapped, plain = (Hasher(8, 128, torch.float64, CPU, each) for each in (maps, None))
+    heads, layer = torch.tensor([2, 0]), 1
+    queries, keys = randn(2, 4, 8, seed=1), randn(5, 2, 8, seed=2)
+    got_queries = mapped.of_queries(layer, heads, queries)
+    got_keys = mapped.of_keys(layer, heads, keys)
+    for at, head in enumerate(heads.tolist()):
+        balance = torch.from_numpy(maps.balance[layer, head])
+        centred = keys[:, at] - torch.from_numpy(maps.centre[layer, head])
+        assert torch.equal(got_queries[at], plain.encode(queries[at] @ balance))
+        # Signs alone count, whatever the inverse is scaled to.
+        assert torch.equal(got_keys[:, at], plain.encode(centred @ torch.linalg.inv(balance)))
+    assert torch.equal(plain.of_keys(layer, heads, keys), plain.encode(keys))
 
 
 def test_look_ups_follow_the_plain_formulas():

@@ -15,7 +15,10 @@ from kappa.plans.clo import (
     HeadProfile,
     SparseSettings,
     equal_heads,
+    gates,
+    group_similarity,
     head_bytes,
+    heads_json,
     layer_seconds,
     persistent_heads,
     persistent_share,
@@ -24,6 +27,7 @@ from kappa.plans.clo import (
     sparse_plan,
     thresholds,
 )
+from kappa.plans.head_codes import CodeMaps
 from kappa.plans.rates import rates_from_law
 from kappa.shapes import model_shape
 
@@ -49,25 +53,36 @@ def test_a_group_matters_as_its_most_important_head():
     assert profile.kv_importance(2).tolist() == [[0.6, 0.3]]
 
 
-def written_heads(profile, model, note=""):
-    """A file's content, as a tool that measures heads would write it."""
-    measured = None if profile.similarity is None else profile.similarity.tolist()
-    return json.dumps({
-        "format": FORMAT, "model": model, "note": note,
-        "importance": profile.importance.tolist(), "similarity": measured,
-    })  # fmt: skip
+def test_gates_are_where_a_squared_loss_and_the_penalty_balance():
+    # λ/2 = 2, the quarter of (1, 2, 4, 8, 16): 1 - 2/4 = 0.5, 1 - 2/8, 1 - 2/16.
+    damage = np.array([[1.0, 4.0, 16.0, 2.0, 8.0]])
+    assert gates(damage).tolist() == [[0.0, 0.5, 0.875, 0.0, 0.75]]
+    # Half of the heads spared.
+    assert gates(damage, 0.5).tolist() == [[0.0, 0.0, 0.75, 0.0, 0.5]]
+    assert gates(np.zeros((2, 2))).tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    assert gates(np.array([0.0, 0.0, 3.0])).tolist() == [0.0, 0.0, 1.0]
+
+
+def test_group_similarity_is_the_mean_of_eq_10_over_steps():
+    # One layer, two groups of two heads: 3 / (1/0.5 + 2/1) = 0.75, 3 / (1/1 + 2/0.5) = 0.6; without
+    # importance 2 / (1/0.5 + 1/1) = 2/3, 2 / (1/0.001 + 1/1).
+    cosines = np.array([[[0.5, 1.0, 0.5, 1.0]], [[1.0, 0.5, -0.3, 1.0]]])
+    got = group_similarity(cosines, np.array([[0.25, 0.5, 0.0, 0.0]]), 2)
+    assert got == pytest.approx(np.array([[0.675, (2 / 3 + 2 / 1001) / 2]]))
 
 
 def test_a_file_gives_back_what_was_written(tmp_path):
     rng = np.random.default_rng(1)
-    written = HeadProfile(rng.random((2, 4)), rng.random((2, 2)))
+    maps = CodeMaps(np.zeros((2, 2, 128)), np.tile(np.eye(128), (2, 2, 1, 1)))
+    written = HeadProfile(rng.random((2, 4)), rng.random((2, 2)), codes=maps)
     path = tmp_path / "heads.json"
-    path.write_text(written_heads(written, "m", "measured"))
+    path.write_text(heads_json(written, "m", "measured"))
     got = read_heads(path, SHAPE)
-    assert np.array_equal(got.importance, written.importance)
-    assert np.array_equal(got.similarity, written.similarity) and got.source == str(path)
-    path.write_text(written_heads(equal_heads(SHAPE), "m"))
-    assert read_heads(path, SHAPE).similarity is None
+    assert np.allclose(got.importance, written.importance, atol=1e-6)
+    assert np.allclose(got.similarity, written.similarity, atol=1e-6) and got.source == str(path)
+    assert np.array_equal(got.codes.balance, maps.balance)
+    path.write_text(heads_json(equal_heads(SHAPE), "m", ""))
+    assert read_heads(path, SHAPE).similarity is None is read_heads(path, SHAPE).codes
 
 
 GOOD = {"format": FORMAT, "importance": [[0.5] * 4] * 2}
@@ -87,6 +102,7 @@ GOOD = {"format": FORMAT, "importance": [[0.5] * 4] * 2}
         ({"similarity": [[0.5] * 4] * 2}, r"similarity has the shape \(2, 4\): give 2 layers of 2"),
         ({"similarity": [[0.5, -1.5]] * 2}, "similarity of layer 0, head 1"),
         ({"scores": 1}, "unknown keys scores"),
+        ({"codes": {"centre": ""}}, "codes: give centre and balance"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_place(tmp_path, changes, why):

@@ -123,3 +123,20 @@ def test_a_backend_on_the_command_line_names_its_profile(text):
 
 def test_a_url_may_hold_an_equals_sign():
     assert backend_of("http://a/x=y=c2c") == {"url": "http://a/x=y", "profile": "c2c"}
+
+
+def test_peers_of_a_closed_endpoint_need_a_key(monkeypatch):
+    given = {
+        "backends": [{"url": "http://a:8000", "profile": "pcie"}],
+        "tenants": {"by_key": {"sk-root-0123456789": "root"}, "unknown": "refuse"},
+    }
+    with pytest.raises(ValueError, match=r"give peers\.key_env"):
+        load_front_settings(None, **given, peers={"urls": ["http://b:8080"]})
+    with pytest.raises(ValueError, match="has no KAPPA_TEST_KEY"):
+        load_front_settings(None, **given, peers={"key_env": "KAPPA_TEST_KEY"})
+    with pytest.raises(ValueError, match="is no address of a server"):
+        load_front_settings(None, **given, peers={"urls": ["b:8080"]})
+    monkeypatch.setenv("KAPPA_TEST_KEY", "sk-root-0123456789")
+    peers = {"urls": ["http://b:8080/v1"], "key_env": "KAPPA_TEST_KEY"}
+    made = load_front_settings(None, **given, peers=peers).peers
+    assert (made.urls, made.key) == (("http://b:8080",), "sk-root-0123456789")

@@ -6,6 +6,7 @@ import json
 import aiohttp
 import pytest
 
+from kappa_router.decision import Choice
 from tests.router.front.conftest import chat, fronted, routing, served
 from tests.router.front.offering import FakeServer, serving, stream_of
 from tests.router.patience import until
@@ -456,6 +457,48 @@ async def test_decision_is_explained_without_being_made():
         assert answer["prompt_tokens"] > 2000
         assert sent_to(servers) == [0, 0]
         assert not front.live.router.flights
+
+
+async def test_explained_decision_obeys_the_requests_limit():
+    async with fronted(FakeServer(), FakeServer()) as (front, servers):
+
+        async def explained(**headers):
+            answer = await front.http.post("/v1/route", json=chat(LONG), headers=headers)
+            return answer.status, await answer.json()
+
+        _, free = await explained()
+        by_ttft = sorted(free["candidates"], key=lambda c: c["ttft_s"])
+        # Its price may be the best although its first token comes later.
+        front.live.router.config.policy.choose = lambda estimates: Choice(
+            estimates.workers.index(by_ttft[-1]["worker"]) if len(estimates) > 1 else 0, "worst"
+        )
+        between_ms = 500 * sum(c["ttft_s"] for c in by_ttft)
+        assert (await explained())[1]["node"] == by_ttft[-1]["node"]
+        limited = await explained(**{"x-slo-ttft-ms": f"{between_ms:.3f}"})
+        assert limited[1]["node"] == by_ttft[0]["node"]
+        status, body = await explained(**{"x-slo-ttft-ms": "0"})
+        assert (status, body["error"]["param"]) == (400, "x-slo-ttft-ms")
+        assert sent_to(servers) == [0, 0]
+
+
+async def test_servers_of_one_profile_have_gauges_of_their_own():
+    async with serving(FakeServer(), FakeServer()) as servers:
+        rows = [
+            {"url": one.url, "profile": "h100-pcie5", "name": name}
+            for one, name in zip(servers, "ab", strict=True)
+        ]
+        servers[0].hold.clear()
+        async with routing(*rows) as front:
+            busy = asyncio.create_task(front.http.post(CHAT, json=chat()))
+            await until(lambda: front.live.router.in_flight)
+            text = await (await front.http.get("/metrics")).text()
+            servers[0].hold.set()
+            await busy
+        found = [line for line in text.splitlines() if line.startswith("kappa_reservations{")]
+        assert sorted(found) == [
+            'kappa_reservations{node="h100-pcie5",worker="a"} 1.0',
+            'kappa_reservations{node="h100-pcie5",worker="b"} 0.0',
+        ]
 
 
 async def test_same_id_twice_at_a_time_is_two_requests():

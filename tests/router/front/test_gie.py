@@ -3,11 +3,15 @@
 import asyncio
 import contextlib
 import json
+import os
+import signal
 
 import aiohttp
 import pytest
 
+from kappa.host import free_port
 from kappa_benchmarks.serving.gateway import DUPLEX, gateway
+from kappa_benchmarks.serving.route import front
 from tests.router.front.conftest import chat
 from tests.router.front.gie import before
 from tests.router.front.offering import FakeServer, stream_of
@@ -17,10 +21,10 @@ CHAT = "/v1/chat/completions"
 
 
 @contextlib.asynccontextmanager
-async def envoy(picker, servers, folder, answers=DUPLEX):
-    """The url of a gateway before them."""
+async def envoy(picker, servers, folder, answers=DUPLEX, others=()):
+    """The url of a gateway before them, and before other pickers, by their ports."""
     ports = [one.port for one in servers]
-    running = gateway(picker.here.gateway.port, ports, folder, answers)
+    running = gateway([picker.here.gateway.port, *others], ports, folder, answers)
     url, _ = await asyncio.to_thread(running.__enter__)
     try:
         yield url
@@ -80,6 +84,59 @@ async def test_nothing_unbegun_is_lost_as_a_server_goes(tmp_path):
         await picker.settled()
     assert lost == []
     assert all(server.seen for server in servers)
+
+
+@contextlib.asynccontextmanager
+async def second_picker(servers, folder):
+    """A picker's process: its port, its id, and what kills it."""
+    port = free_port("127.0.0.1")
+    given = {
+        "backends": [{"url": one.url, "profile": "h100-pcie5"} for one in servers],
+        "epp": {"port": port},
+    }
+    running = front(given, "on", folder / "second", kill=True)
+    _, pid = await asyncio.to_thread(running.__enter__)
+    with contextlib.ExitStack() as stack:
+        stack.push(running)
+        yield port, pid, stack.close
+
+
+async def test_only_what_a_killed_picker_had_chosen_is_lost(tmp_path):
+    servers = FakeServer(), FakeServer()
+    statuses = []
+
+    async def ask(http):
+        answer = await http.post(CHAT, json=chat(stream=True))
+        await answer.read()
+        statuses.append(answer.status)
+
+    def asked(http, group, count):
+        for _ in range(count):
+            group.create_task(ask(http))
+
+    async with (
+        before(*servers) as picker,
+        second_picker(servers, tmp_path) as (port, pid, kill),
+        envoy(picker, servers, tmp_path, others=[port]) as url,
+        aiohttp.ClientSession(url) as http,
+    ):
+        for server in servers:
+            server.hold.clear()
+        async with asyncio.TaskGroup() as group:
+            asked(http, group, 6)
+            await until(lambda: sum(len(server.seen) for server in servers) == 6)
+            chosen_there = 6 - len(picker.live.router.flights)
+            os.kill(pid, signal.SIGSTOP)
+            asked(http, group, 10)
+            await until(lambda: sum(len(server.seen) for server in servers) > 6)
+            kill()
+            await until(lambda: sum(len(server.seen) for server in servers) == 16)
+            for server in servers:
+                server.hold.set()
+        async with asyncio.TaskGroup() as group:
+            asked(http, group, 20)
+        assert chosen_there > 0
+        assert sorted(statuses) == [200] * (36 - chosen_there) + [500] * chosen_there
 
 
 async def test_client_that_leaves_frees_its_place(tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
 
@@ -10,8 +11,15 @@ import pytest
 from aiohttp import web
 
 from kappa.settings.front import load_front_settings
+from kappa_router.front import inference_pool
 from kappa_router.front.gateway import picking
-from kappa_router.front.inference_pool import PRODUCT_LABEL, KubernetesApi, profile_of
+from kappa_router.front.inference_pool import (
+    DELETION_COST,
+    PRODUCT_LABEL,
+    KubernetesApi,
+    profile_of,
+)
+from kappa_router.live.decision_records import Records
 from tests.router.front.conftest import QUICK
 from tests.router.front.gie import BODY, asking
 from tests.router.front.offering import FakeServer, serving
@@ -27,7 +35,7 @@ class FakeApi:
 
     def __init__(self, *ports):
         self.ports, self.pods, self.nodes, self.down = list(ports), {}, {}, 0
-        self.version, self.watches, self.tokens = 1, [], set()
+        self.version, self.watches, self.tokens, self.costs = 1, [], set(), []
 
     def pod(self, name, profile=None, node="", ready=True):
         labels = {} if profile is None else {LABEL: profile}
@@ -45,6 +53,12 @@ class FakeApi:
         self.version += 1
         for queue in self.watches:
             queue.put_nowait({"type": "MODIFIED"})
+
+    async def patched(self, request):
+        assert request.headers["content-type"] == "application/merge-patch+json"
+        (cost,) = (await request.json())["metadata"]["annotations"].items()
+        self.costs.append((request.path, *cost))
+        return web.json_response({}, status=self.down or 200)
 
     async def answer(self, request):
         self.tokens.add(request.headers["authorization"])
@@ -82,6 +96,7 @@ async def pooled(api, tmp_path, **pool):
     """A picker whose servers are those of the pool."""
     app = web.Application()
     app.router.add_get("/{path:.*}", api.answer)
+    app.router.add_patch("/{path:.*}", api.patched)
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -162,6 +177,47 @@ async def test_label_that_names_no_profile_leaves_the_others(tmp_path, capsys):
             api.pod("good", "big")
             await known(picker, 1)
             assert profiles(picker) == ["h100-pcie5"]
+
+
+async def test_pods_are_annotated_with_what_their_caches_spare(tmp_path, monkeypatch):
+    monkeypatch.setattr(inference_pool, "_COST_S", 0.05)
+    async with serving(FakeServer(), FakeServer()) as servers:
+        api = FakeApi(*(one.port for one in servers))
+        api.pod("a", "h100-pcie5")
+        async with pooled(api, tmp_path, deletion_costs=True) as picker:
+            await known(picker, 2)
+            await until(lambda: api.costs == [(f"{PODS}/a", DELETION_COST, "0")])
+            spared = dict.fromkeys(picker.front.backends, 1_234)
+            monkeypatch.setattr(Records, "reused_tokens", lambda records: Counter(spared))
+            # Two ranks, to two digits; then nothing has changed.
+            await until(lambda: len(api.costs) == 2)
+            assert api.costs[1] == (f"{PODS}/a", DELETION_COST, "2500")
+            await asyncio.sleep(0.2)
+            assert len(api.costs) == 2
+
+
+async def test_pods_that_may_not_be_annotated_are_said_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(inference_pool, "_COST_S", 0.05)
+    async with serving(FakeServer()) as (server,):
+        api = FakeApi(server.port)
+        api.pod("a", "h100-pcie5")
+        async with pooled(api, tmp_path, deletion_costs=True) as picker:
+            await known(picker, 1)
+            api.down = 403
+            await until(lambda: len(api.costs) > 2)
+            assert capsys.readouterr().out.count("pods_not_annotated") == 1
+            assert picker.live.choosable == 1
+
+
+async def test_pods_are_left_alone_unless_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(inference_pool, "_COST_S", 0.02)
+    async with serving(FakeServer()) as (server,):
+        api = FakeApi(server.port)
+        api.pod("a", "h100-pcie5")
+        async with pooled(api, tmp_path) as picker:
+            await known(picker, 1)
+            await asyncio.sleep(0.2)
+            assert not api.costs
 
 
 async def test_servers_stay_while_the_api_is_away(tmp_path, capsys):

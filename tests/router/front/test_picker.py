@@ -325,6 +325,22 @@ async def test_picker_drains_after_its_watch_was_cancelled():
         await picker.here.gateway.died()
 
 
+async def test_picker_that_ends_says_so_and_takes_what_comes():
+    async with before(*two()) as picker:
+        talk = picker.conversation()
+        await talk.picked()
+        stopping = asyncio.create_task(picker.here.gateway.stop(30.0))
+        await asyncio.sleep(0)
+        assert await health(picker.channel, "readiness") == 2
+        assert await health(picker.channel, "liveness") == 1
+        late = picker.conversation()
+        await late.picked()
+        await answered(talk, TOKEN)
+        assert not stopping.done()
+        await answered(late, TOKEN)
+        await stopping
+
+
 async def test_certificate_is_shown_at_both_ports(tmp_path):
     tls = pair(tmp_path)
     settings = load_front_settings(
