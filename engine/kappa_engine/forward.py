@@ -8,7 +8,8 @@ zig-zag block; column by column in paper 000, Algorithm 1).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -88,6 +89,8 @@ class Forward:
             self._rope = inverse.to(weights.device), factor
         self._cpu_rows: dict[str, int] = {}
         self._buffers: list[Buffer] = []
+        # Whether contexts cross; not while computing alone is measured.
+        self._crosses = True
         # Buffers of passes in which a copy did not end in time.
         self._stuck: list[object] = []
 
@@ -222,6 +225,9 @@ class Forward:
             landing = buffer[: rows // block_rows * block_rows].view(-1, *shape)
             # New memory may still be in use by computation that was asked for before.
             self._buffers.append(Buffer(buffer, loaded, landing, free=self.mover.mark()))
+            if not self._crosses:
+                # Denormal numbers would make arithmetic slow.
+                buffer.normal_(), loaded.normal_()
 
     def _abandon(self) -> None:
         """After a failure, wait until no copy writes to the buffers.
@@ -256,7 +262,17 @@ class Forward:
         self, target: Tensor, source: Tensor, runs: list[CopyRun], after: Event | None
     ) -> Event | None:
         copies = [(target[t : t + n], source[s : s + n]) for t, s, n in runs]
-        return self.mover.h2d(copies, after) if copies else None
+        return self.mover.h2d(copies, after) if copies and self._crosses else None
+
+    @contextmanager
+    def landed(self) -> Iterator[None]:
+        """Meanwhile no context crosses, and what a pass's buffers hold counts as loaded, to measure
+        how long computing takes alone."""
+        self._crosses = False
+        try:
+            yield
+        finally:
+            self._crosses = True
 
     def _compute(self, layer: int, running: RunningStep, buffer: Buffer) -> None:
         """Compute one layer."""

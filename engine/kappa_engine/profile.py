@@ -16,9 +16,10 @@ import hashlib
 import itertools
 import json
 import os
+import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from kappa_engine import layers
 from kappa_engine.cpu_attention import result
 from kappa_engine.forward import Forward
 from kappa_engine.peaks import Action, device_name, elapsed_s, repeating
-from kappa_engine.step import HostContext, OnCpu, Pages, prompt_row
+from kappa_engine.step import HostContext, OnCpu, Pages, Source, TokenSpan, joined, prompt_row
 from kappa_engine.weights import GROUPS
 
 _SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab")
@@ -105,7 +106,7 @@ def _profiled(profiler: _Profiler) -> dict[str, Any]:
         "load": profiler.line(profiler.load_layers),
         "project": profiler.line(profiler.project_layers),
         "grid": profiler.grid(),
-        **profiler.decode_grid(),
+        **profiler.decode_grids(),
         "h2d_bytes_per_s": profiler.link_bytes_per_s(),
         **profiler.attention(),
     }
@@ -138,6 +139,8 @@ def _subject(forward: Forward) -> dict[str, Any]:
         "host_weights": list(astuple(weights.host)),
         "cpu_threads": 0 if forward.cpu is None else forward.cpu.worker.threads,
         "block_tokens": forward.arena.block_tokens,
+        # Without, steps behind activations are not measured.
+        "activations": forward.arena.size.act_host > 0,
     }
 
 
@@ -159,18 +162,12 @@ class _Profiler:
             )
 
     def line(self, action: Callable[[int], Action]) -> dict[str, list[float]]:
-        """Measure {"tokens", "seconds"}, in seconds of a layer.
-
-        Sizes take turns, so that a machine that slows down slows all of them.
-        """
-        actions = [action(n) for n in self.sizes]
-        for act in actions:  # the first touches memory and compiles kernels
-            act()
-        rounds = [
-            [elapsed_s(act, self.device) for act in actions] for _ in range(self.settings.repeats)
-        ]
-        least = [min(taken) / self.config.layers for taken in zip(*rounds, strict=True)]
-        return {"tokens": [float(n) for n in self.sizes], "seconds": least}
+        """Measure {"tokens", "seconds"}, in seconds of a layer."""
+        least = self._in_turns([action(n) for n in self.sizes], min)
+        return {
+            "tokens": [float(n) for n in self.sizes],
+            "seconds": [seconds / self.config.layers for seconds in least],
+        }
 
     def load_layers(self, tokens: int) -> Action:
         """Load n tokens' KV of every layer, one layer after the other.
@@ -246,8 +243,10 @@ class _Profiler:
         seconds = [[step_s(t, s) for s in context] for t in new]
         return {"new_tokens": new, "context_tokens": context, "seconds": seconds}
 
-    def decode_grid(self) -> dict[str, Any]:
-        """Measure {"decode": {"sequences", "resident_tokens", "seconds"}}; {} without a grid.
+    def decode_grids(self) -> dict[str, Any]:
+        """Measure {"decode": {"sequences", "resident_tokens", "seconds", "measured"}}, contexts on
+        the device, and with activations in host memory "from_kv" and "from_acts", where they land
+        in a pass's buffers as the one or the other, none crossing; {} without a grid.
 
         More context than the arena holds is read from the same blocks again. Where the model has no
         positions for so long a context, the row is continued by its last step; `measured` has how
@@ -260,27 +259,62 @@ class _Profiler:
         most = self.config.max_tokens - 1
         if len(sequences) < 2 or len([r for r in resident if r <= sequences[0] * most]) < 2:
             return {}
-        rows, measured = [], []
-        for count in sequences:
-            contexts = [total // count for total in resident if total // count <= most]
-            row = [self._decode_s(count, context) for context in contexts]
-            measured.append(len(row))
+        sources = {"decode": Source.KV_DEVICE}
+        if self.arena.size.act_host:
+            sources |= {"from_kv": Source.KV_HOST, "from_acts": Source.ACT_HOST}
+        return {name: self._decode_grid(sequences, of) for name, of in sources.items()}
+
+    def _decode_grid(self, sequences: list[int], source: Source) -> dict[str, Any]:
+        resident, most = list(self.settings.decode_tokens), self.config.max_tokens - 1
+        contexts = [[total // n for total in resident if total // n <= most] for n in sequences]
+        cells = zip(sequences, contexts, strict=True)
+        steps = [self._decoding(n, each, source) for n, of in cells for each in of]
+        # Where a split is to balance what computes and what crosses, what a step usually takes
+        # counts, not what it could. All take turns.
+        if source is Source.KV_DEVICE:
+            found = iter(self._in_turns(steps, min))
+        else:
+            with self.forward.landed():
+                found = iter(self._in_turns(steps, statistics.median))
+        rows = [[next(found) for _ in of] for of in contexts]
+        for row in rows:
             for done in range(len(row), len(resident)):
                 slope = (row[-1] - row[-2]) / (resident[done - 1] - resident[done - 2])
                 row.append(row[-1] + max(0.0, slope) * (resident[done] - resident[done - 1]))
-            rows.append(row)
         grid = {"sequences": sequences, "resident_tokens": resident, "seconds": rows}
-        return {"decode": {**grid, "measured": measured}}
+        return {**grid, "measured": [len(of) for of in contexts]}
 
-    def _decode_s(self, sequences: int, context: int) -> float:
-        """Seconds of one new token of each sequence behind `context`; blocks take turns."""
-        held = -(-(context + 1) // self.arena.block_tokens)
-        tokens = np.arange(context + 1) % self.config.vocab
+    def _decoding(self, sequences: int, context: int, source: Source) -> Action:
+        """Compute one new token of each sequence behind `context`; blocks take turns."""
+        size = self.arena.block_tokens
+        held, tokens = -(-(context + 1) // size), np.arange(context + 1) % self.config.vocab
         rows = []
         for index in range(sequences):
             pages = Pages((index * held + np.arange(held)) % self.arena.size.kv_device)
-            rows.append(prompt_row(tokens, pages, start=context))
-        return self._least_s(lambda: self.forward.compute(rows))
+            row = prompt_row(tokens, pages, start=context)
+            if source is not Source.KV_DEVICE:
+                # Full blocks in host memory, the others on the device; any ids, as none crosses.
+                full = context // size
+                pages.put(0, "kv", "device", [-1] * full)
+                for type in ("kv", "act"):
+                    pages.put(0, type, "host", index * full + np.arange(full))
+                end = full * size
+                spans = TokenSpan(source, 0, end), TokenSpan(Source.KV_DEVICE, end, context)
+                row = replace(row, spans=joined([*spans, row.spans[-1]]))
+            rows.append(row)
+        return lambda: self.forward.compute(rows)
+
+    def _in_turns(
+        self, actions: Sequence[Action], figure: Callable[[Sequence[float]], float]
+    ) -> list[float]:
+        """A figure of the seconds of each action; they take turns, so that a machine that slows
+        down slows all of them. The first round touches memory and compiles kernels."""
+        for act in actions:
+            act()
+        rounds = [
+            [elapsed_s(act, self.device) for act in actions] for _ in range(self.settings.repeats)
+        ]
+        return [figure(taken) for taken in zip(*rounds, strict=True)]
 
     def link_bytes_per_s(self) -> float:
         """The link's bytes/s for the largest size, all layers."""

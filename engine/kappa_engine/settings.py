@@ -75,7 +75,7 @@ class EngineOptions:
 
     def stored(self, type: str, start: int, stop: int) -> int:
         """The number of blocks [start, stop) of a sequence that are stored as "kv" or "act"."""
-        act = int(stop * self.act_share + 1e-9) - int(start * self.act_share + 1e-9)
+        act = int(stop * self.act_share + 0.5) - int(start * self.act_share + 0.5)
         return act if type == "act" else stop - start - (0 if self.keep_kv else act)
 
     def most_blocks(self, size: ArenaSize) -> int:

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from kappa_engine.forward import Forward
 from kappa_engine.kv_cache import Arena, ArenaSize
 from kappa_engine.peaks import device_name, repeating
 from kappa_engine.profile import ProfileSettings, cached_profile, profile
+from kappa_engine.step import Pages, Source, StepRow, TokenSpan
 from kappa_engine.transfer import CpuMover, TransferFailed
 from kappa_engine.weights import random_weights
 from tests.engine.links import Link
@@ -44,6 +46,7 @@ def forward(
     blocks: int = 16,
     mover: CpuMover | None = None,
     cpu_threads: int = 0,
+    activations: int = 0,
 ) -> Iterator[Forward]:
     config = read_config(
         {
@@ -53,7 +56,11 @@ def forward(
         f"tiny-{family}",
     )  # fmt: skip
     weights = random_weights(config, seed=1, dtype=torch.float32)
-    arena = Arena(config.shape, ArenaSize(blocks, blocks, block_tokens=8), dtype=torch.float32)
+    arena = Arena(
+        config.shape,
+        ArenaSize(blocks, blocks, activations, activations, block_tokens=8),
+        dtype=torch.float32,
+    )
     mover = mover or CpuMover()
     made = Forward(weights, arena, mover, cpu_threads=cpu_threads)
     try:
@@ -143,6 +150,35 @@ def test_decode_grid_is_measured_to_the_last_position_and_beyond() -> None:
         assert predicted == pytest.approx(grid["seconds"][index][1])
     no_grid = rates_from_measured({k: v for k, v in measured.items() if k != "decode"})
     assert no_grid.decode is None and no_grid.decode_gpu_s(4, 16) > 0
+
+
+def test_profile_measures_steps_behind_activations_if_it_keeps_any() -> None:
+    assert {"from_kv", "from_acts"}.isdisjoint(profiled())
+    with forward(activations=4) as made:
+        measured = profile(made, SETTINGS)
+    straighten(measured)
+    for name in ("from_kv", "from_acts"):
+        assert measured[name]["sequences"] == [1, 4] and measured[name]["measured"] == [2, 3]
+    rates = rates_from_measured(measured)
+    assert rates.from_kv is not None and rates.from_acts is not None
+    four_s = [measured[name]["seconds"][1][1] for name in ("from_kv", "from_acts")]
+    assert rates.decode_s(4, 16)[1] == pytest.approx(four_s[0])
+    assert rates.decode_s(4, 16, 16)[1] == pytest.approx(max(four_s))
+
+
+def test_landed_contexts_do_not_cross() -> None:
+    with forward(activations=4) as made:
+        pages = Pages(np.array([-1, -1, 0]))
+        pages.put(0, "kv", "host", np.arange(2))
+        spans = TokenSpan(Source.KV_HOST, 0, 16), TokenSpan(Source.NEW, 16, 17)
+        row = StepRow([5], spans, pages)
+        before = made.mover.counters["h2d"].copied_bytes
+        with made.landed():
+            assert made.compute([row]).isfinite().all()
+        assert made.mover.counters["h2d"].copied_bytes == before
+        made.compute([row])
+        made.mover.drain()
+        assert made.mover.counters["h2d"].copied_bytes > before
 
 
 def test_profile_measures_cpu_attention_when_it_has_threads() -> None:

@@ -332,6 +332,7 @@ def test_activations_take_their_room_from_the_same_host_memory():
     [
         ("host-kvpr", 1.0, "host-hybrid", (0.0, "layers")),
         ("host-hybrid", 0.75, "host-kv", (0.0, "layers")),
+        ("host-hybrid", 0.0, "host-kv", (0.0, "layers")),
         ("host-kvpr", 1.0, "host-hybrid", (1.0, "layers")),
         ("host-hybrid", 0.75, "host-kv", (0.5, "mlp")),
     ],

@@ -33,6 +33,7 @@ HEADS = TEXT.parent / "results" / "2026-11-29-heads-smollm2-135m.json"
 class DecodeCell:
     """Requests of one length that the served engine decodes."""
 
+    # 0: in each way as many as host memory holds; then tokens per second are compared.
     requests: int
     # Tokens of each prompt, and of each answer.
     prompt: int
@@ -44,12 +45,18 @@ class DecodeCell:
 
     @property
     def system(self) -> str:
-        return "capacity" if self.held else "decode"
+        return "decode" if self.decodes_alone else "capacity"
+
+    @property
+    def decodes_alone(self) -> bool:
+        """Whether all run at once, and the prompts are timed apart."""
+        return not (self.held and self.requests)
 
     @property
     def name(self) -> str:
-        """As `--only` finds it: 64x128/32, or 64x128/32 in 8."""
-        return f"{self.requests}x{self.prompt}/{self.gen}" + (f" in {self.held}" * bool(self.held))
+        """As `--only` finds it: 64x128/32, 64x128/32 in 8, or allx128/32 in 8."""
+        held = f" in {self.held}" * bool(self.held)
+        return f"{self.requests or 'all'}x{self.prompt}/{self.gen}{held}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +123,11 @@ _SMALL = ProfileSettings(
     context_tokens=(0, 256, 1024), decode_sequences=(1, 4, 8, 16),
     decode_tokens=(0, 512, 2048, 4096), repeats=15,
 )  # fmt: skip
+# For decoding alone.
+_DECODING = ProfileSettings(
+    tokens=(128, 256, 512, 1024), new_tokens=(1, 32, 256), context_tokens=(0, 256),
+    decode_sequences=(4, 16, 32), decode_tokens=(0, 1024, 2048, 4096), repeats=9,
+)  # fmt: skip
 _TINY = ProfileSettings(
     tokens=(32, 64, 96, 128), new_tokens=(1, 8, 32), context_tokens=(0, 64),
     decode_sequences=(1, 4), decode_tokens=(0, 64, 256), repeats=5,
@@ -130,6 +142,9 @@ class Setting:
     groups: tuple[Group, ...]
     # Of an emulated link; 0: the machine's own.
     link_bytes_per_s: float = 0.0
+    # Of an emulated link that is as fast as this needs: a token's seconds to project keys and
+    # values, as measured in a step of the first cell, over its seconds to load them.
+    psi_over_mu: float = 0.0
     block_tokens: int = 16
     # Sizes by which the rates are measured.
     profile: ProfileSettings = _SMALL
@@ -149,6 +164,7 @@ class Setting:
 _SHARES = ("share-25", "share-50", "share-75")
 _KVPR = ("host-kv", "kvpr-paper", "host-kvpr", *_SHARES, "share-100", "device")
 _HYBRID = ("host-kv", "host-hybrid", "hybrid-paper", "hybrid-50", "hybrid-75", "hybrid-100")
+_ALLOCATED = ("host-hybrid", "hybrid-50", "hybrid-75", "hybrid-100")
 _CPU = ("host-kv", "cpu-25", "cpu-50", "cpu-75", "cpu-100", "cpu-paper", "cpu-ahead", "device")
 
 
@@ -171,6 +187,12 @@ def _on_cpu(name: str, link_bytes_per_s: float) -> Setting:
     cells = (DecodeCell(8, 512, 17, _CPU),)
     groups = tuple(Group(model, cells, cpu_threads=1) for model in ("opt-small", "llama-small"))
     return Setting(name, groups, link_bytes_per_s)
+
+
+def _mixed(name: str, psi_over_mu: float, *cells: DecodeCell, weights: float = 0.0) -> Setting:
+    """Papers 000 and 003 where link and processor are equals, so that a mixture is best."""
+    groups = (Group("opt-deep", cells, weights=weights),)
+    return Setting(name, groups, psi_over_mu=psi_over_mu, profile=_DECODING)
 
 
 def _weights(name: str, link_bytes_per_s: float, cell: DecodeCell, cpu_threads: int = 0) -> Setting:
@@ -245,8 +267,11 @@ SETTINGS: dict[str, Setting] = {
     for one in (
         _weights("weights-kvpr", 200e6, DecodeCell(
             8, 512, 9, ("host-weights", "host-kvpr", "share-50"))),
-        _weights("weights-hybrid", 400e6, DecodeCell(
-            24, 128, 17, ("host-weights", "host-hybrid", "hybrid-50", "hybrid-100"), held=8)),
+        _mixed("mixture-kvpr", 1.0, DecodeCell(
+            8, 256, 17, ("host-kv", "host-kvpr", *_SHARES, "share-100"))),
+        _mixed("mixture-hybrid", 1.0, DecodeCell(0, 128, 17, ("host-kv", *_ALLOCATED), held=12)),
+        _mixed("weights-hybrid", 0.9, DecodeCell(
+            0, 128, 17, ("host-weights", *_ALLOCATED), held=12), weights=1.0),
         _weights("weights-cpu", 100e6, DecodeCell(2, 128, 9, ("host-weights", "host-cpu")),
                  cpu_threads=1),
         _plans("cpu-small", 0.0), _plans("cpu-paced", 80e6, short=True),
@@ -285,6 +310,9 @@ _LLAMA = {
 _MODELS = {
     "opt-small": _config("opt", 6, 256, 4, 2_000, ffn_dim=1024, max_position_embeddings=2_048,
                          word_embed_proj_dim=256, **_OPT),
+    # Deeper, its MLP a quarter as wide: less of a step lies before the first overlap.
+    "opt-deep": _config("opt", 18, 256, 4, 2_000, ffn_dim=256, max_position_embeddings=2_048,
+                        word_embed_proj_dim=256, **_OPT),
     "opt-tiny": _config("opt", 3, 64, 4, 96, ffn_dim=256, max_position_embeddings=1_024,
                         word_embed_proj_dim=64, **_OPT),
     "llama-small": _config("llama", 6, 256, 8, 2_000, intermediate_size=768, **_LLAMA),
@@ -334,5 +362,7 @@ def arena_size(setting: Setting, group: Group) -> ArenaSize:
             if config.hidden < 2 * config.kv_width:
                 act_host = act_device = max(act_host, blocks)
         elif isinstance(cell, DecodeCell):
-            kv_host = max(kv_host, cell.requests * cell.prompt // size)
+            kv_host = max(kv_host, (cell.requests or cell.held) * cell.prompt // size)
+            # Of plans with activations the seconds are measured, too.
+            act_host = max(act_host, int(config.hidden < 2 * config.kv_width))
     return ArenaSize(kv_device, kv_host, act_device, act_host, block_tokens=size)

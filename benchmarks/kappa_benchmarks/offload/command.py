@@ -17,8 +17,8 @@ def offload(
             help="cpu-small, cpu-paced, cpu-paced-fast (KVPR, HybridServe, first tokens), "
             "cpu-offload-small, -paced (the CPU attends), clo-cpu, clo-cpu-paced (sparse), "
             "clo-answers (what sparse does to answers), clo-codes, clo-parts (measured heads), "
-            "clo-loading (beside loading everything), weights-kvpr, -hybrid, -cpu (weights in "
-            "host memory); as often as wanted."
+            "clo-loading (beside loading everything), mixture-kvpr, -hybrid (link and processor "
+            "equals), weights-kvpr, -hybrid, -cpu (weights in host memory); as often as wanted."
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(min=5, help="Rounds, beside a warm-up.")] = 5,

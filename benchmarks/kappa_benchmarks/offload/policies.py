@@ -107,7 +107,7 @@ class Policies:
         if name in ("host-hybrid", "hybrid-paper"):
             kv_bytes = self.host_blocks() * bt * rates.kv_bytes
             allocate = allocate_paper if name == "hybrid-paper" else allocate_corrected
-            planned = planned_share(rates, bt, kv_bytes, cell.requests, allocate)
+            planned = planned_share(rates, bt, kv_bytes, cell.held or cell.requests, allocate)
             note = f"{planned:.0%} activations"
             return Way("host-hybrid", planned, keep_kv=False, note=note)
         if kind == "hybrid" and share >= 0:
@@ -148,7 +148,7 @@ class Policies:
     def step_s(self, way: Way, length: int) -> float:
         """Seconds of a step behind `length` tokens of every request. Of its shorter resource one
         layer's share is not hidden."""
-        rates, batch, full = self.rates, self.cell.requests, self.full(length)
+        rates, batch, full = self.rates, self.batch(way), self.full(length)
         if way.step_s:
             return way.step_s
         if way.cpu is not None:
@@ -178,7 +178,7 @@ class Policies:
 
     def choice(self) -> str:
         """The planner's choice: the baseline, unless the other is worth it."""
-        if self.cell.held:
+        if "host-hybrid" in self.cell.policies:
             return max(self.cell.policies, key=lambda name: name == "host-hybrid")
         own = next(
             (n for n in ("host-kvpr", "cpu-ahead", "host-cpu") if n in self.cell.policies), ""
@@ -195,15 +195,27 @@ class Policies:
 
     def host_blocks(self) -> int:
         """Blocks of KV that host memory has room for."""
-        contexts = self.cell.held or self.cell.requests
-        return contexts * -(-(self.cell.prompt + self.cell.gen) // self._bt)
+        return (self.cell.held or self.cell.requests) * self._whole
+
+    @property
+    def _whole(self) -> int:
+        """Blocks of a whole context."""
+        return -(-(self.cell.prompt + self.cell.gen) // self._bt)
+
+    def batch(self, way: Way) -> int:
+        """Requests of a cell: its own, or as many as host memory holds in this way."""
+        if self.cell.requests:
+            return self.cell.requests
+        act = int(self._whole * way.act_share + 0.5)
+        size = self._whole - act + act * self.rates.activation_ratio
+        return int(self.host_blocks() / size)
 
     def options(self, way: Way) -> EngineOptions:
         """Together in one iteration, or, where memory is short, two prompts at a time."""
-        cell = self.cell
-        together = 2 if cell.held else cell.requests
+        cell, batch = self.cell, self.batch(way)
+        together = batch if cell.decodes_alone else 2
         return EngineOptions(
-            budget_tokens=together * cell.prompt + cell.requests, max_running=cell.requests,
+            budget_tokens=together * cell.prompt + batch, max_running=batch,
             scheduler="fcfs", planner=way.planner, act_share=way.act_share, keep_kv=way.keep_kv,
         )  # fmt: skip
 
@@ -213,12 +225,17 @@ class Policies:
         # KVPR's activations take room beside the KV; where memory is short, from the KV's.
         stored = self.host_blocks()
         kv_share = 1.0 if way.keep_kv else 1.0 - way.act_share
-        if cell.held:
+        if not cell.decodes_alone:
             stored = int(stored / (kv_share + way.act_share * ratio))
-        whole = cell.requests * -(-(cell.prompt + cell.gen) // self._bt)
-        window = options.window_blocks(self._bt) + _SPARE_BLOCKS * cell.requests
-        device = max(window, whole) if way.planner in ("auto", "cpu") or not cell.held else window
+        batch = self.batch(way)
+        whole = batch * self._whole
+        window = options.window_blocks(self._bt) + _SPARE_BLOCKS * batch
+        stays = way.planner in ("auto", "cpu") or cell.decodes_alone
+        device = max(window, whole) if stays else window
         kv_host, act_host = (round(stored * share) for share in (kv_share, way.act_share))
+        if not cell.requests:
+            act_host = batch * int(self._whole * way.act_share + 0.5)
+            kv_host = whole - act_host
         captured = options.capture_blocks(self._bt)
         return ArenaSize(device, kv_host, captured, act_host, block_tokens=self._bt)
 
@@ -238,7 +255,7 @@ def decode_arms(rig: Rig, cell: DecodeCell) -> tuple[list[Arm], dict[str, str]]:
             left_out[name] = why
             continue
         way = policies.way(name)
-        predicted_s = None if cell.held else policies.predicted_s(way)
+        predicted_s = policies.predicted_s(way) if cell.decodes_alone else None
         run = _decoding(rig, policies, way)
         arms.append(Arm(name, run, predicted_s, way.note, name == choice, policies.key(way)))
     arms.append(_link_arm(rig, cell))
@@ -247,7 +264,7 @@ def decode_arms(rig: Rig, cell: DecodeCell) -> tuple[list[Arm], dict[str, str]]:
 
 def _decoding(rig: Rig, policies: Policies, way: Way) -> Callable[[], Sample]:
     """Where host memory has room for all contexts, decoding alone is timed; else prompts, too."""
-    cell, config = policies.cell, rig.config
+    cell, config, batch = policies.cell, rig.config, policies.batch(way)
     ratio = config.hidden / (2 * config.kv_width)
 
     def run() -> Sample:
@@ -264,13 +281,13 @@ def _decoding(rig: Rig, policies: Policies, way: Way) -> Callable[[], Sample]:
             engine = Engine(forward, policies.options(way), planning)
             if way.cpu is not None and way.planner == "cpu":
                 # The CPU attends to KV in host memory: the prefix must be there and nowhere else.
-                _until_over(engine, _submitted(rig, engine, cell, 1))
+                _until_over(engine, _submitted(rig, engine, batch, cell.prompt, 1))
                 engine.store.drain(60.0)
                 device = engine.memory.device
                 device.release(device.take(device.pool.count))
-            handles, held = _submitted(rig, engine, cell, cell.gen), 0
+            handles, held = _submitted(rig, engine, batch, cell.prompt, cell.gen), 0
             before_s = 0.0
-            if not cell.held:
+            if cell.decodes_alone:
                 before_s = rig.timed(lambda: _until_first(engine, handles)).latency_s
 
             def rest() -> None:
@@ -285,8 +302,8 @@ def _decoding(rig: Rig, policies: Policies, way: Way) -> Callable[[], Sample]:
     return run
 
 
-def _submitted(rig: Rig, engine: Engine, cell: DecodeCell, gen: int) -> list[Sequence]:
-    prompts = rig.prompts(cell.requests, cell.prompt)
+def _submitted(rig: Rig, engine: Engine, batch: int, prompt: int, gen: int) -> list[Sequence]:
+    prompts = rig.prompts(batch, prompt)
     return [engine.submit(EngineRequest(tokens.tolist(), gen)) for tokens in prompts]
 
 
@@ -308,7 +325,8 @@ def _until_over(engine: Engine, handles: list[Sequence]) -> int:
 
 def _link_arm(rig: Rig, cell: DecodeCell) -> Arm:
     """Copies of the first step's KV, layer by layer, with nothing else to do."""
-    blocks = min(cell.requests * (cell.prompt // rig.block_tokens), rig.arena.size.kv_host)
+    batch = cell.requests or cell.held
+    blocks = min(batch * (cell.prompt // rig.block_tokens), rig.arena.size.kv_host)
     host = rig.arena.kv_host
     landing = rig.arena.kv_device.new_empty((2, blocks, *host.shape[2:]))
 

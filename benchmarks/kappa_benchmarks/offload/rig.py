@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -21,7 +21,15 @@ import torch
 from kappa.plans.measured import rates_from_measured
 from kappa.plans.rates import PlanRates
 from kappa_benchmarks import harness
-from kappa_benchmarks.offload.cells import Group, Setting, arena_size, model, trained_folder
+from kappa_benchmarks.offload.cells import (
+    Cell,
+    DecodeCell,
+    Group,
+    Setting,
+    arena_size,
+    model,
+    trained_folder,
+)
 from kappa_engine.block_pool import Ids
 from kappa_engine.config import ModelConfig
 from kappa_engine.forward import Forward
@@ -112,7 +120,7 @@ class MeteredMover(CpuMover):
 
     def __init__(self, link_bytes_per_s: float = 0.0) -> None:
         super().__init__()
-        self._pace = link_bytes_per_s
+        self.pace_bytes_per_s = link_bytes_per_s
         self.stalled_s = 0.0
 
     def wait(self, event: Event) -> None:
@@ -124,8 +132,8 @@ class MeteredMover(CpuMover):
     def _copy(self, direction: Direction, copies: Copies) -> None:
         start_s = time.perf_counter()
         super()._copy(direction, copies)
-        if self._pace:
-            due_s = start_s + sum(target.nbytes for target, _ in copies) / self._pace
+        if self.pace_bytes_per_s:
+            due_s = start_s + sum(target.nbytes for target, _ in copies) / self.pace_bytes_per_s
             time.sleep(max(0.0, due_s - time.perf_counter()))
 
 
@@ -219,8 +227,21 @@ def rig(setting: Setting, group: Group) -> Iterator[Rig]:
         Unsteady: no profile fits well enough to plan with.
     """
     with loaded(setting, group, arena_size(setting, group)) as forward:
+        mover = forward.mover
+        if setting.psi_over_mu and isinstance(mover, MeteredMover):
+            alone, _ = _rates(forward, replace(setting.profile, repeats=5))
+            psi_s = projecting_s(alone, group.cells[0])
+            mover.pace_bytes_per_s = alone.kv_bytes * setting.psi_over_mu / psi_s
         rates, measured = _rates(forward, setting.profile)
         yield Rig(forward=forward, rates=rates, measured=measured)
+
+
+def projecting_s(rates: PlanRates, cell: Cell) -> float:
+    """Seconds to project a token, as measured in a step of a cell that decodes."""
+    assert isinstance(cell, DecodeCell)
+    batch, context = cell.held or cell.requests, cell.prompt
+    none_s, all_s = (rates.decode_s(batch, context, acts)[1] for acts in (0, context))
+    return (all_s - none_s) / (batch * context)
 
 
 @contextmanager

@@ -88,6 +88,8 @@ class Run:
             return
         note(f"{setting.name}: {group.model}, measuring rates")
         with rig(setting, group) as made:
+            if setting.psi_over_mu:
+                setting = replace(setting, link_bytes_per_s=made.rates.h2d_bytes_per_s)
             self.profiles.append({"setting": setting.name, **made.measured})
             for cell in dense:
                 if isinstance(cell, DecodeCell):
@@ -135,18 +137,21 @@ def rows_of(
     alone = statistics.median(one.h2d_bytes / one.link_s / 1e9 for one in samples[LINK])
     lead = leaders(arms)
     if isinstance(cell, DecodeCell):
-        sizes = {"batch": cell.requests, "prompt": cell.prompt, "gen": cell.gen}
+        sizes = {"prompt": cell.prompt, "gen": cell.gen}
     else:
         prompt = cell.cached + cell.new
-        sizes = {"batch": 1, "prompt": prompt, "cached": cell.cached, "gen": 1}
+        sizes = {"prompt": prompt, "cached": cell.cached, "gen": 1}
     rows = []
     for arm in arms:
         mine = samples[arm.name]
+        # Answers; ways of a cell may differ in how many requests memory holds.
+        batch, of_base = (len(each[-1].tokens) // sizes["gen"] or 1 for each in (mine, base))
         low, latency_s, high = quartiles([one.latency_s for one in mine])
         least_s = min(one.latency_s for one in mine)
         predicted_s = arm.predicted_s
         row: Row = {
-            **sizes, "policy": arm.name, "latency_s": latency_s, "latency_iqr_s": high - low,
+            "batch": batch, **sizes, "policy": arm.name,
+            "latency_s": latency_s, "latency_iqr_s": high - low,
             "latency_least_s": least_s, "repeats": len(mine), "bytes_h2d": mine[-1].h2d_bytes,
             "gbps": statistics.median(one.h2d_bytes / one.latency_s / 1e9 for one in mine),
             "link_gbps": statistics.median(
@@ -162,11 +167,12 @@ def rows_of(
             ),
         }  # fmt: skip
         if arm.name != LINK:
-            gain_low, gain, gain_high = quartiles(ratios(samples, baseline, arm.name))
+            gains = [batch / of_base * one for one in ratios(samples, baseline, arm.name)]
+            gain_low, gain, gain_high = quartiles(gains)
             # Of decoding, tokens behind the first one (paper 000).
             tokens = 1
             if isinstance(cell, DecodeCell):
-                tokens = cell.requests * (cell.gen - (0 if cell.held else 1))
+                tokens = batch * (cell.gen - cell.decodes_alone)
             stalled = [min(1.0, one.stalled_s / one.latency_s) for one in mine]
             row |= {
                 "tokens_per_s": tokens / latency_s, "gpu_busy": 1.0 - statistics.median(stalled),
@@ -174,29 +180,31 @@ def rows_of(
                 "tokens_equal": _equal(base[-1].tokens, mine[-1].tokens),
             }  # fmt: skip
             if isinstance(cell, DecodeCell):
-                row |= _end_to_end(cell, base, mine)
+                row |= _end_to_end(base, mine)
         rows.append(row)
     return rows
 
 
-def _end_to_end(cell: DecodeCell, base: Sequence[Sample], mine: Sequence[Sample]) -> Row:
+def _end_to_end(base: Sequence[Sample], mine: Sequence[Sample]) -> Row:
     """With the prompts' computation (paper 003 counts it): tokens per second, and the speed-up."""
     totals_s = [one.before_s + one.latency_s for one in mine]
     base_s = [one.before_s + one.latency_s for one in base]
-    speedups = [theirs / ours for theirs, ours in zip(base_s, totals_s, strict=True)]
+    made, of_base = len(mine[-1].tokens), len(base[-1].tokens)
+    pairs = zip(base_s, totals_s, strict=True)
+    speedups = [made / of_base * theirs / ours for theirs, ours in pairs]
     return {
         "prefill_s": statistics.median(one.before_s for one in mine),
-        "end_to_end_tokens_per_s": cell.requests * cell.gen / statistics.median(totals_s),
+        "end_to_end_tokens_per_s": made / statistics.median(totals_s),
         "end_to_end_speedup": statistics.median(speedups),
         "held": max(one.held for one in mine),
     }
 
 
 def _equal(want: tuple[int, ...], got: tuple[int, ...]) -> float:
-    """Share of the tokens that are the baseline's; a near tie may fall otherwise by rounding."""
-    if len(want) != len(got) or not want:
-        return 0.0
-    return sum(a == b for a, b in zip(want, got, strict=True)) / len(want)
+    """Share of the tokens that are the baseline's, of requests that both have; a near tie may fall
+    otherwise by rounding."""
+    pairs = list(zip(want, got, strict=False))
+    return sum(a == b for a, b in pairs) / max(len(pairs), 1)
 
 
 # Printing -----------------------------------------------------------------------------------------

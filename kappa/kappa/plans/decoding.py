@@ -88,16 +88,20 @@ def split_ahead(
     """The split where activations load ahead: link and gpu seconds of the whole step are equal.
 
     l = (b·s·μ - t_rest - fixed) / (b·(ψ + (1 - ρ)·μ)), clipped to [0, s], with t_rest the rest of
-    the decoding step. Arguments as `split_paper`.
+    the decoding step; slopes and fixed cost are those of the step as measured. Arguments as
+    `split_paper`.
     """
 
     def price(tokens: float) -> float:
         return max(rates.decode_s(batch, context_tokens, tokens))
 
-    rho = rates.activation_ratio
-    link_s, rest_s = rates.decode_s(batch, context_tokens)
-    per_token_s = rates.project_token_s + (1.0 - rho) * rates.load_token_s
-    balance = (link_s - rest_s - rates.project.fixed_s) / (batch * per_token_s) if rho < 1 else 0.0
+    balance = 0.0
+    if rates.activation_ratio < 1.0 and context_tokens:
+        # By how much the link takes longer with half from activations, and with all: a line.
+        both = (rates.decode_s(batch, context_tokens, u * context_tokens) for u in (0.5, 1.0))
+        half_s, all_s = (link_s - gpu_s for link_s, gpu_s in both)
+        falls_s = 2.0 * (half_s - all_s)
+        balance = context_tokens * (falls_s + all_s) / falls_s if falls_s > 0 else 0.0
     return _best(price, rounded([balance], float(context_tokens), block_tokens), context_tokens)
 
 

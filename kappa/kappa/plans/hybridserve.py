@@ -32,6 +32,8 @@ class HostCache:
     act_block_bytes: float
     # The rest of a layer's forward pass, which the paper leaves out.
     forward_s: float = 0.0
+    # What of it each block adds that is attended to.
+    attend_block_s: float = 0.0
     # T_load_w: in which a layer's weights cross the link; 0: they are on the device.
     weights_s: float = 0.0
     # #ACT_GPU: activation blocks on the device, which are projected and do not cross.
@@ -71,13 +73,23 @@ def host_cache(
         per_block_s = fit.per_token_s * block_tokens * per_layer
         return replace(fit, per_token_s=per_block_s, fixed_s=fit.fixed_s * per_layer)
 
+    tokens, project = batch * context_tokens, rates.project
+    half_s, kv_s = (rates.decode_s(batch, int(u * context_tokens))[1] for u in (0.5, 1.0))
+    attend_s = max(2.0 * (kv_s - half_s) / tokens, 0.0) if tokens else 0.0
+    if rates.from_acts is not None and tokens:
+        # As measured in a step, with as many activations as fit, for beyond a cache they are slow.
+        most = int(context_tokens / rates.activation_ratio)
+        none_s, all_s = (rates.decode_s(batch, most, acts)[1] for acts in (0, most))
+        least_s = 0.1 * project.per_token_s
+        project = LineFit(project.name, max((all_s - none_s) / (batch * most), least_s))
     return HostCache(
-        project=by_block(rates.project),
+        project=by_block(project),
         load=by_block(rates.load),
         host_bytes=host_bytes,
         kv_block_bytes=rates.kv_bytes * block_tokens,
         act_block_bytes=rates.activation_bytes * block_tokens,
-        forward_s=rates.decode_s(batch, context_tokens)[1] * per_layer,
+        forward_s=(kv_s - attend_s * tokens) * per_layer,
+        attend_block_s=attend_s * block_tokens * per_layer,
         weights_s=rates.weights_s * per_layer,
     )
 
@@ -121,8 +133,12 @@ def allocate_corrected(cache: HostCache) -> Allocation:
     """
     most = math.floor(cache.host_bytes / cache.act_block_bytes)
     link_s = cache.weights_s + cache.load.seconds(cache.host_bytes / cache.kv_block_bytes)
-    spare_s = link_s - cache.forward_s - cache.project.fixed_s
-    balance = math.floor(spare_s / cache.project.per_token_s) - cache.device_act_blocks
+    device, ratio = cache.device_act_blocks, cache.act_block_bytes / cache.kv_block_bytes
+    attended = cache.host_bytes / cache.kv_block_bytes + device
+    spare_s = link_s - cache.forward_s - cache.attend_block_s * attended - cache.project.fixed_s
+    # An activation block more is 1 - ratio more to attend to.
+    each_s = cache.project.per_token_s + cache.attend_block_s * (1.0 - ratio)
+    balance = math.floor((spare_s - cache.project.per_token_s * device) / each_s)
     acts = {0, most, *(min(max(balance + i, 0), most) for i in (0, 1))}
     return max((priced(cache, act) for act in sorted(acts)), key=lambda one: one.blocks_per_s)
 
@@ -133,6 +149,7 @@ def priced(cache: HostCache, act_blocks: int) -> Allocation:
     ratio, device = cache.act_block_bytes / cache.kv_block_bytes, cache.device_act_blocks
     link_s = cache.weights_s + cache.load.seconds(ratio * act_blocks + kv)
     gpu_s = cache.project.seconds(act_blocks + device) + cache.forward_s
+    gpu_s += cache.attend_block_s * (act_blocks + kv + device)
     return Allocation(act_blocks, kv, link_s, gpu_s, device)
 
 

@@ -325,7 +325,10 @@ def _fitted_rates(data: Mapping[str, Any]) -> PlanRates:
             multiply = None
     sizes = tuple(map(float, data.get("matrix_bytes", (1.0, 1.0, 1.0, 1.0))))
     prefill = grid(data["grid"], "new_tokens", "context_tokens")
-    decode = data.get("decode")
+    decode, from_kv, from_acts = (
+        grid(data[name], "sequences", "resident_tokens") if data.get(name) else None
+        for name in ("decode", "from_kv", "from_acts")
+    )
     return PlanRates(
         name=f"{data['model']} on {data['device']}",
         layers=layers,
@@ -336,7 +339,9 @@ def _fitted_rates(data: Mapping[str, Any]) -> PlanRates:
         step=fit_grid(prefill).step,
         grid=prefill,
         overlap=None if data.get("overlap") is None else float(data["overlap"]),
-        decode=None if decode is None else grid(decode, "sequences", "resident_tokens"),
+        decode=decode,
+        from_kv=from_kv,
+        from_acts=from_acts,
         attend=attend,
         h2d_attending=min(1.0, float(beside["h2d_bytes_per_s"]) / alone),
         attend_loading=min(1.0, float(beside["share_while_loading"])),

@@ -165,6 +165,10 @@ class PlanRates:
     attend_loading: float = 1.0
     # Measured decoding steps; the axes are sequences, and the context tokens of all of them.
     decode: ComputeGrid | None = None
+    # The same with contexts that come from host memory to a pass's buffers at every step, all as
+    # KV and all as activations; their crossing is not in these seconds.
+    from_kv: ComputeGrid | None = None
+    from_acts: ComputeGrid | None = None
     # In which the weights that lie in host memory cross the link, at every step; it is beside
     # `step` and the grids, whose seconds are those of computing alone.
     weights_s: float = 0.0
@@ -237,12 +241,20 @@ class PlanRates:
 
     def decode_gpu_s(self, batch: int, context_tokens: float) -> float:
         """Gpu seconds of a decoding step of `batch` sequences with all KV on the device."""
+        return self._decode_s(self.decode, batch, context_tokens)
 
-        def modelled_s(sequences: float, resident_tokens: float) -> float:
-            return self.step.work_s(decode_work(sequences, resident_tokens))
+    def _decode_s(
+        self, grid: ComputeGrid | None, batch: int, context_tokens: float, projected: float = 0.0
+    ) -> float:
+        """Gpu seconds of a decoding step by the law, which a measured grid overrides inside its
+        edges. projected: the share of the contexts that comes from activations."""
+
+        def modelled_s(sequences: float, tokens: float) -> float:
+            step_s = self.step.work_s(decode_work(sequences, tokens))
+            return step_s + self.project.seconds(projected * tokens)
 
         at = float(batch), batch * context_tokens
-        corrected_s = 0.0 if self.decode is None else self.decode.correction_s(modelled_s, *at)
+        corrected_s = 0.0 if grid is None else grid.correction_s(modelled_s, *at)
         return max(0.0, modelled_s(*at) + corrected_s)
 
     def decode_s(
@@ -253,7 +265,12 @@ class PlanRates:
         that lie in host memory cross beside them.
         """
         loaded = context_tokens - activations + self.activation_ratio * activations
-        gpu_s = self.decode_gpu_s(batch, context_tokens) + self.project.seconds(batch * activations)
+        gpu_s = self._decode_s(self.from_kv or self.decode, batch, context_tokens)
+        if self.from_kv is None or self.from_acts is None:
+            gpu_s += self.project.seconds(batch * activations)
+        elif activations:
+            all_s = self._decode_s(self.from_acts, batch, context_tokens, 1.0)
+            gpu_s += activations / context_tokens * max(all_s - gpu_s, 0.0)
         return self.weights_s + self.load.seconds(batch * loaded), gpu_s
 
     def attending(self) -> PlanRates:

@@ -58,6 +58,18 @@ def test_every_way_has_the_same_bytes_where_memory_is_short():
     assert kv.kv_host == 4 * 18 and found.size(found.way("hybrid-100"), 0.5).act_host == 8 * 18
 
 
+def test_a_cell_may_have_as_many_requests_as_memory_holds():
+    found = policies(DecodeCell(0, 256, 17, ("host-kv", "hybrid-75"), held=4))
+    batch = {}
+    for name in ("host-kv", "hybrid-50", "hybrid-100"):
+        way = found.way(name)
+        size, batch[name] = found.size(way, 0.5), found.batch(way)
+        assert size.kv_host + size.act_host == batch[name] * 18
+        assert size.kv_host + 0.5 * size.act_host <= 4 * 18
+        assert found.options(way).max_running == batch[name]
+    assert batch == {"host-kv": 4, "hybrid-50": 5, "hybrid-100": 8}
+
+
 def test_equal_ways_have_equal_keys_and_others_do_not():
     found = policies()
     key = {name: found.key(found.way(name)) for name in (

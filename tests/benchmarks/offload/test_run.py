@@ -1,13 +1,15 @@
 """`kappa bench offload`: a small run of every kind of cell, what it refuses and leaves out."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 import typer
 from typer.testing import CliRunner
 
-from kappa.plans.rates import FORMAT
+from kappa.hardware import node_profile
+from kappa.plans.rates import FORMAT, rates_from_law
 from kappa_benchmarks.offload import rig as rigs
 from kappa_benchmarks.offload.cells import SETTINGS, SMOLLM2, Group, SparseCell, model, setting
 from kappa_benchmarks.offload.command import offload
@@ -248,6 +250,15 @@ def test_offload_refuses_what_it_cannot_measure(arguments, words):
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2
     assert words in done.stderr and done.stdout == ""
+
+
+def test_a_link_is_as_fast_as_a_mixture_needs(monkeypatch):
+    one = replace(setting("smallest"), link_bytes_per_s=0.0, psi_over_mu=0.5)
+    rates = rates_from_law(model("opt-tiny").shape, node_profile("h100-pcie5"))
+    monkeypatch.setattr(rigs, "_rates", lambda forward, settings: (rates, {}))
+    with rigs.rig(one, one.groups[0]) as made:
+        mu_s = rates.kv_bytes / made.mover.pace_bytes_per_s
+        assert rates.project_token_s / mu_s == pytest.approx(0.5)
 
 
 def test_an_unsteady_machine_leaves_the_group_out_by_name(monkeypatch):

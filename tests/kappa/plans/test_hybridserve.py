@@ -24,7 +24,7 @@ from kappa.plans.hybridserve import (
     planned_share,
     priced,
 )
-from kappa.plans.rates import LineFit, PlanRates, rates_from_law
+from kappa.plans.rates import ComputeGrid, LineFit, PlanRates, rates_from_law
 from tests.kappa.plans.profiles import log_uniform
 
 _RTX4090_TFLOPS = 165.0
@@ -66,6 +66,7 @@ def random_caches(count: int, seed: int) -> list[HostCache]:
                 act_block_bytes=kv_block_bytes * float(rng.choice([0.5, 0.375, 0.875])),
                 forward_s=a_l * log_uniform(rng, 0.1, 150.0),
                 weights_s=float(rng.choice([0.0, a_l * log_uniform(rng, 1.0, 200.0)])),
+                attend_block_s=a_l * float(rng.choice([0.0, 0.2])),
                 device_act_blocks=int(rng.choice([0, rng.integers(1, 200)])),
             )
         )
@@ -175,6 +176,19 @@ def test_the_correction_counts_what_the_paper_forgets() -> None:
     assert really.link_s > paper.link_s
     assert really.gpu_s > paper.gpu_s
     assert corrected.blocks_per_s >= really.blocks_per_s
+
+
+def test_steps_that_were_measured_are_what_the_cache_counts() -> None:
+    rates = opt_rates(4096, 32, 600e12, 50e9)
+    axes = (1.0, 64.0), (0.0, 64_000.0, 128_000.0)
+    from_kv = ComputeGrid(*axes, ((0.1, 0.3, 0.5), (0.1, 0.3, 0.5)))
+    from_acts = ComputeGrid(*axes, ((0.1, 1.1, 2.1), (0.1, 1.1, 2.1)))
+    measured = replace(rates, from_kv=from_kv, from_acts=from_acts)
+    cache = host_cache(measured, 16, 87e9, batch=64, context_tokens=1_000)
+    layer = 1.0 / rates.layers
+    assert cache.project.per_token_s == pytest.approx(0.8 / 64_000 * 16 * layer)
+    assert cache.attend_block_s == pytest.approx(0.2 / 64_000 * 16 * layer)
+    assert cache.forward_s == pytest.approx(0.1 * layer)
 
 
 def test_planned_share_is_zero_when_activations_exceed_kv() -> None:

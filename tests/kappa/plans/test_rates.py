@@ -186,6 +186,19 @@ def test_decode_grid_replaces_the_law_inside_and_adds_beyond() -> None:
     assert measured.decode_gpu_s(32, 1_000) == pytest.approx(beyond + 0.3 * law[1][1])
 
 
+def test_measured_steps_of_both_kinds_replace_the_projections_line() -> None:
+    rates = opt_rates()
+    axes = (1.0, 8.0), (0.0, 4_000.0)
+    from_kv = ComputeGrid(*axes, ((0.01, 0.05), (0.02, 0.06)))
+    from_acts = ComputeGrid(*axes, ((0.01, 0.25), (0.02, 0.46)))
+    measured = replace(rates, from_kv=from_kv, from_acts=from_acts)
+    gpu_s = [measured.decode_s(8, 500, tokens)[1] for tokens in (0, 250, 500)]
+    assert gpu_s == pytest.approx([0.06, 0.26, 0.46])
+    # The link's seconds, and steps on the device, are as they were.
+    assert measured.decode_s(8, 500, 250)[0] == rates.decode_s(8, 500, 250)[0]
+    assert measured.decode_gpu_s(8, 500) == rates.decode_gpu_s(8, 500)
+
+
 # -- fits --------------------------------------------------------------------------------------
 
 

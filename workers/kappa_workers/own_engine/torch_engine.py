@@ -34,7 +34,7 @@ from kappa_engine.settings import EngineOptions
 from kappa_engine.sparse.forward import SparseForward, sparse_forward
 from kappa_engine.sparse.serving import SparseServing
 from kappa_engine.transfer import mover_for
-from kappa_engine.weights import DTYPES, HostWeights, load_weights
+from kappa_engine.weights import DTYPES, HostWeights, Weights, load_weights
 from kappa_scheduler.config import FairConfig
 from kappa_workers.identity import WorkerPlan, measured_node
 from kappa_workers.own_engine.core import Built
@@ -59,13 +59,10 @@ class TorchEngine(OwnEngine):
                 f"engine.act_share is {plan.act_share} and engine.planner {plan.planner}, but the "
                 f"KV of {self._model} cannot be made from activations: use host-kv, or act_share 0"
             )
-        if plan.planner == "host-hybrid" and not act_share:
-            shape = read_config(raw, self._model).shape
-            rates = rates_from_law(shape, self._by_peaks())
-            act_share = planned_share(
-                rates, limits.block_tokens, limits.host_bytes, limits.max_sequences
-            )
-            log.info("act_share_planned", act_share=act_share)
+        to_plan = plan.planner == "host-hybrid" and not act_share
+        if to_plan:
+            # To be measured with; the planned share replaces it.
+            act_share = 0.5
         settings = EngineOptions(
             budget_tokens=limits.max_batch_tokens,
             max_running=limits.max_sequences,
@@ -76,8 +73,19 @@ class TorchEngine(OwnEngine):
             keep_kv=plan.planner != "host-hybrid",
             cpu_room_share=plan.cpu_room_share,
         )
-        forward = self._forward(raw, settings)
+        weights = self._weights(raw)
+        forward = self._forward(weights, settings)
         rates = self._measured(forward)
+        if to_plan:
+            act_share = planned_share(
+                rates, limits.block_tokens, limits.host_bytes, limits.max_sequences
+            )
+            log.info("act_share_planned", act_share=act_share, act_blocks_on_device=0)
+            settings = replace(settings, act_share=act_share)
+            forward.close()
+            forward.mover.stop()
+            forward.arena.close()
+            forward = self._forward(weights, settings)
         cpu, activations = plan.cpu_threads > 0, "A" in kinds
         host = host_planners(plan.planner, act_share)
         planning = Planning(limits.block_tokens, rates, activations=activations, cpu=cpu, host=host)
@@ -96,18 +104,22 @@ class TorchEngine(OwnEngine):
 
         return Built(engine, reports, close)
 
-    def _forward(self, raw: dict[str, Any], settings: EngineOptions) -> Forward:
-        plan, limits = self.plan, self.plan.limits
+    def _weights(self, raw: dict[str, Any]) -> Weights:
+        plan = self.plan
         device = given_device(plan.gpus, ray.get_gpu_ids() if plan.gpus else (), os.environ)
-        dtype, config = DTYPES[limits.dtype], read_config(raw, self._model)
+        dtype, config = DTYPES[plan.limits.dtype], read_config(raw, self._model)
         host = HostWeights(*plan.weights)
-        weights = load_weights(plan.model_source, config, dtype=dtype, device=device, host=host)
+        return load_weights(plan.model_source, config, dtype=dtype, device=device, host=host)
+
+    def _forward(self, weights: Weights, settings: EngineOptions) -> Forward:
+        plan, limits = self.plan, self.plan.limits
+        shape, device = weights.config.shape, weights.device
         kv_host, act_host = host_blocks(
-            config.shape, plan.host_blocks, settings.act_share, keep_kv=settings.keep_kv
+            shape, plan.host_blocks, settings.act_share, keep_kv=settings.keep_kv
         )
         captured = settings.capture_blocks(limits.block_tokens)
         size = ArenaSize(limits.device_blocks, kv_host, captured, act_host, limits.block_tokens)
-        arena = Arena(config.shape, size, dtype=dtype, device=device)
+        arena = Arena(shape, size, dtype=weights.dtype, device=device)
         return Forward(weights, arena, mover_for(device), cpu_threads=plan.cpu_threads)
 
     def _measured(self, forward: Forward) -> PlanRates:
