@@ -60,6 +60,14 @@ def test_the_emulated_demo_has_options_of_its_own():
     assert done.exit_code == 2 and "--emulated" in done.stderr
 
 
+def test_emulated_demo_names_what_brings_the_other_policies(monkeypatch):
+    monkeypatch.setattr("kappa.host.find_spec", lambda name: None)
+    done = CliRunner().invoke(app, ["demo", "--emulated"])
+    assert done.exit_code == 1
+    assert "kappa demo --emulated: needs " in done.stderr
+    assert "pip install 'kappa-serve[loadtest]'" in done.stderr
+
+
 def test_emulated_demo_says_so_and_compares_policies(monkeypatch):
     monkeypatch.setattr("kappa_deploy.commands.emulated._REQUESTS", 150)
     done = CliRunner().invoke(app, ["demo", "--emulated"])

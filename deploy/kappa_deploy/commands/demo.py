@@ -22,6 +22,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from kappa.host import lacking
 from kappa.slo import OBJECTIVE
 from kappa_deploy.commands.console import Json, percent, print_json, print_table, print_text
 from kappa_deploy.commands.demo_acts import (
@@ -66,6 +67,9 @@ def demo(
     if emulated:
         if (url, config, policy) != (None, None, None):
             raise typer.BadParameter("--emulated has nodes of its own: drop the other options")
+        # The policies that ours is compared with come in by name, not by an import that fails.
+        if missing := lacking(["loadtest"]):
+            fail(f"kappa demo --emulated: {missing}")
         from kappa_deploy.commands.emulated import show_emulated
 
         show_emulated(json_output)

@@ -1,9 +1,9 @@
 """Several `kappa route` before the same servers tell each other what they have in flight.
 
 Each follows the others: an answer of JSON lines, first of all that the other has in flight, then,
-up to ten times a second, of those that are new or over. The core gets it as what other deciders sent
-(`Pool.others`), so that a request is priced behind everybody's. What a peer told is forgotten once
-it has been silent for two seconds.
+up to ten times a second, of those that are new or over. The core gets it as what other deciders
+sent (`Pool.others`), so that a request is priced behind everybody's. What a peer told is forgotten
+once it has been silent for two seconds.
 """
 
 from __future__ import annotations
