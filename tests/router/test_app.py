@@ -395,5 +395,5 @@ def test_security_document_names_exactly_the_endpoints():
     # Envoy knows them all.
     assert {re.sub(r"{.*", "", route.path) for route in app.routes} == set(own_paths(()))
     guarded = {path for (_, path), who in documented.items() if who == "operators"}
-    # `kappa route` alone has a journal.
-    assert guarded == set(OPERATOR_PATHS) - {"/v1/journal"}
+    # `kappa route` alone has a journal, and peers.
+    assert guarded == set(OPERATOR_PATHS) - {"/v1/journal", "/v1/in_flight"}
