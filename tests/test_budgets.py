@@ -83,7 +83,7 @@ def closure(start: str) -> set[str]:
     [
         (PRODUCT, 48_857),  # goal: 37,000
         (("benchmarks",), 10_985),  # goal: 9,000
-        (("tests",), 55_784),  # goal: 40,000
+        (("tests",), 55_785),  # goal: 40,000
     ],
 )
 def test_code_lines_stay_within_budget(packages, most):
