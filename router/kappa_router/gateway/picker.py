@@ -175,6 +175,7 @@ class _Exchange:
         self._sent_bytes = self._events = 0
         self._seam = self._tail = b""
         self._flags: frozenset[str] = frozenset({"DC"})
+        self._ahead: asyncio.Task[Any] | None = None
 
     async def run(self) -> None:
         """Decide about it, and follow its answer. Raises BrokenProtocolError."""
@@ -197,8 +198,9 @@ class _Exchange:
 
     async def _read(self) -> tuple[Any, str, Any]:
         """The next message, and what it brings."""
+        ahead, self._ahead = self._ahead, None
         async with asyncio.timeout(self._silent_s):
-            message = await self._context.read()
+            message = await (ahead or self._context.read())
         if message is grpc.aio.EOF:
             raise _LeftError
         return message, *ext_proc.told_in(message)
@@ -298,6 +300,9 @@ class _Exchange:
             self._whole = True
         elif field != "request_trailers":
             raise BrokenProtocolError(f"{field or 'nothing'} comes after a request")
+        if not self._whole:
+            # grpc tells of a write's end by a thread of its own, for which the next part need not wait.
+            self._ahead = asyncio.ensure_future(self._context.read())
         await self._context.write(answer)
 
     def _head(self, headers: Mapping[str, str], served: list[str] | None) -> None:
@@ -327,6 +332,8 @@ class _Exchange:
 
     def over(self) -> None:
         """The stream ended, and so did the request."""
+        if self._ahead is not None:
+            self._ahead.cancel()
         if self._go is None:
             return
         unseen = self._answer_mode == ext_proc.NONE
