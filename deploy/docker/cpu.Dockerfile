@@ -3,7 +3,9 @@
 # Build at the root of the repository:
 #   docker buildx build -f deploy/docker/cpu.Dockerfile --platform linux/amd64 -t kappa-serve:0.2.0-cpu .
 
-FROM python:3.11-slim-bookworm AS build
+# Of 19 September 2026 (docker-library/repo-info), for every platform.
+ARG BASE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
+FROM ${BASE} AS build
 # Where the CPU build of torch is; a mirror or a folder mounted into the build does as well.
 ARG TORCH_WHEELS=https://download.pytorch.org/whl/cpu/torch/
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1 UV_LINK_MODE=copy
@@ -24,7 +26,7 @@ RUN for project in */pyproject.toml; do \
 # do not compile: that is no fault.
 RUN /opt/kappa/bin/python -m compileall -q -j 0 /opt/kappa/lib >/dev/null || true
 
-FROM python:3.11-slim-bookworm
+FROM ${BASE}
 # gcc: torch compiles small kernels at run time. libnuma1: vLLM links to it.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev libnuma1 \

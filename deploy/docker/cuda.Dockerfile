@@ -5,7 +5,9 @@
 #       -t kappa-serve:0.2.0-cuda .
 # CUDA's libraries come as wheels with torch; the driver comes from the host (NVIDIA's runtime).
 
-FROM python:3.11-slim-bookworm AS build
+# Of 19 September 2026 (docker-library/repo-info), for every platform.
+ARG BASE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
+FROM ${BASE} AS build
 # Set by buildx: amd64 or arm64.
 ARG TARGETARCH
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1 UV_LINK_MODE=copy
@@ -31,7 +33,7 @@ RUN for project in */pyproject.toml; do \
 # do not compile: that is no fault.
 RUN /opt/kappa/bin/python -m compileall -q -j 0 /opt/kappa/lib >/dev/null || true
 
-FROM python:3.11-slim-bookworm
+FROM ${BASE}
 # gcc, g++: Triton compiles its launchers at run time, torch.compile what stays on the CPU. There is no
 # nvcc, without which vLLM leaves FlashInfer alone. libnuma1: for memory beside the GPU.
 RUN apt-get update \

@@ -2,9 +2,9 @@
 # kappa route alone: linux/amd64 and linux/arm64, without Ray, torch, vLLM and numba.
 # Build at the root of the repository:
 #   docker buildx build -f deploy/docker/router.Dockerfile -t kappa-router:0.2.0 .
-# Name BASE by digest before you build for others.
 
-ARG BASE=python:3.11-slim-bookworm
+# Of 19 September 2026 (docker-library/repo-info), for every platform.
+ARG BASE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 FROM ${BASE} AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1 UV_LINK_MODE=copy
 WORKDIR /src

@@ -1,11 +1,25 @@
-"""The images' Dockerfiles as far as they can be read without Docker; none is built here."""
+"""The images' Dockerfiles as far as they can be read and played without Docker."""
 
+import asyncio
+import json
+import os
 import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+import venv
 from fnmatch import fnmatch
+from pathlib import Path
 
+import aiohttp
 import pytest
 
+from kappa.host import free_port
+from tests.deploy.test_route_process import ready
 from tests.packages import ROOT
+from tests.router.front.conftest import chat
+from tests.router.front.offering import FakeServer, serving
 
 DOCKERFILES = sorted((ROOT / "deploy/docker").glob("*.Dockerfile"))
 
@@ -51,3 +65,59 @@ def test_image_installs_by_a_lock_with_hashes(dockerfile):
     assert "--require-hashes --no-deps -r locks/build.lock" in text
     for lock in re.findall(r"(\S+\.lock)", text):
         assert (ROOT / lock.removeprefix("lock=")).is_file()
+
+
+def played(dockerfile, root):
+    """Plays a Dockerfile in a folder that stands for `/`, on this machine's Python; returns the
+    variables and the command of what it makes."""
+
+    def there(text):
+        return re.sub(r"(?<![\w./-])/(?=(opt|dist|src)\b)", f"{root}/", text)
+
+    venv.create(root / "python", with_pip=True)
+    here = root
+    env = {k: v for k, v in os.environ.items() if k.startswith(("PIP_", "UV_", "SSL_", "HOME"))}
+    env |= {"PATH": f"{root}/python/bin:/usr/bin:/bin"}
+    for name, rest in instructions(dockerfile):
+        if name == "WORKDIR":
+            here = Path(there(rest))
+            here.mkdir()
+        elif name == "ENV":
+            given = dict(one.split("=", 1) for one in shlex.split(there(rest)))
+            env |= {key: value.replace("$PATH", env["PATH"]) for key, value in given.items()}
+        elif name == "COPY" and not rest.startswith("--from"):
+            source, target = rest.split()
+            if (ROOT / source).is_dir():
+                ignored = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(ROOT / source, here / target, ignore=ignored)
+            else:
+                (here / target).mkdir(exist_ok=True)
+                shutil.copy(ROOT / source, here / target)
+        elif name == "RUN" and "useradd" not in rest:  # Users of this machine stay as they are.
+            done = subprocess.run(there(rest), shell=True, cwd=here, env=env, capture_output=True)
+            assert done.returncode == 0, done.stderr.decode()
+        elif name == "ENTRYPOINT":
+            return env, json.loads(rest)
+    raise AssertionError("it starts nothing")
+
+
+async def test_router_image_serves_from_what_its_steps_make():
+    with tempfile.TemporaryDirectory(prefix="kappa-") as folder:  # A path in which sockets fit.
+        dockerfile = ROOT / "deploy/docker/router.Dockerfile"
+        env, command = played(dockerfile, Path(folder))
+        shutil.rmtree(Path(folder) / "src")
+        shutil.rmtree(Path(folder) / "python/lib")  # The second stage has neither.
+        port = free_port("127.0.0.1")
+        async with serving(FakeServer()) as (server,):
+            process = await asyncio.create_subprocess_exec(
+                *command, "-b", f"{server.url}=pcie", "--port", str(port), cwd=folder,
+                env={**env, "TMPDIR": folder}, stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+                try:
+                    await ready(http, process)
+                    async with http.post("/v1/chat/completions", json=chat("hello")) as answer:
+                        assert answer.status == 200
+                finally:
+                    process.terminate()
+                    await process.wait()
