@@ -274,6 +274,8 @@ SETTINGS: dict[str, Setting] = {
             0, 128, 17, ("host-weights", *_ALLOCATED), held=12), weights=1.0),
         _weights("weights-cpu", 100e6, DecodeCell(2, 128, 9, ("host-weights", "host-cpu")),
                  cpu_threads=1),
+        _weights("weights-cpu-large", 1e9, DecodeCell(32, 512, 9, ("host-weights", "host-cpu")),
+                 cpu_threads=1),
         _plans("cpu-small", 0.0), _plans("cpu-paced", 80e6, short=True),
         _plans("cpu-paced-fast", 600e6), _on_cpu("cpu-offload-small", 0.0),
         _on_cpu("cpu-offload-paced", 600e6), _sparse("clo-cpu", 0.0),

@@ -18,7 +18,7 @@ def offload(
             "cpu-offload-small, -paced (the CPU attends), clo-cpu, clo-cpu-paced (sparse), "
             "clo-answers (what sparse does to answers), clo-codes, clo-parts (measured heads), "
             "clo-loading (beside loading everything), mixture-kvpr, -hybrid (link and processor "
-            "equals), weights-kvpr, -hybrid, -cpu (weights in host memory); as often as wanted."
+            "equals), weights-kvpr, -hybrid, -cpu, -cpu-large (weights in host memory); repeatable."
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(min=5, help="Rounds, beside a warm-up.")] = 5,

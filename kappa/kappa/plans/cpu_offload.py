@@ -89,5 +89,5 @@ def layer_times(rates: PlanRates, batch: int, context_tokens: int) -> LayerTimes
     qkv_cpu, out_cpu = (fc1_s * size / matrices[2] for size in matrices[:2])
     # What the device is left with: at most what it has to do alone.
     device_s = rates.decode_gpu_s(batch, 0) * layer * matrices[3] / sum(matrices)
-    attend_s = busy.attend.seconds(batch * context_tokens) * layer
+    attend_s = batch * busy.attend.seconds(context_tokens) * layer
     return LayerTimes(attend_s, qkv_cpu, out_cpu, fc1_s, qkv, out, fc1, fc2, device_s)

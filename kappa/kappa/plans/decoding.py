@@ -154,7 +154,7 @@ def split_s(rates: PlanRates, batch: int, context_tokens: int, cpu_tokens: float
     none_s, all_s = (rates.decode_s(batch, s)[1] for s in (0, context_tokens))
     share = cpu_tokens / context_tokens if context_tokens else 0.0
     gpu_s = all_s - share * (all_s - none_s)
-    cpu_s = _attend(busy).seconds(batch * cpu_tokens) if cpu_tokens else 0.0
+    cpu_s = batch * _attend(busy).seconds(cpu_tokens)
     link_s = busy.weights_s + busy.load.seconds(batch * (context_tokens - cpu_tokens))
     return max(link_s, gpu_s + cpu_s)
 
@@ -166,8 +166,8 @@ def split_context(
     equally long; the CPU attends to whole blocks.
 
     With a_c, μ' the seconds per token of CPU and link while both are busy, and g the device's
-    seconds: b·c·s·a_c + F_c + g(c) = b·(1 - c)·s·μ' + F_l, linear in c. An end is taken where that
-    is better: there one of the two is left alone, and pays no fixed cost.
+    seconds: b·(c·s·a_c + F_c) + g(c) = b·(1 - c)·s·μ' + F_l, linear in c. An end is taken where
+    that is better: there one of the two is left alone, and pays no fixed cost.
     """
 
     def price(tokens: float) -> float:
@@ -176,7 +176,8 @@ def split_context(
     busy = rates.attending()
     attend = _attend(busy)
     none_s, all_s = (rates.decode_s(batch, s)[1] for s in (0, context_tokens))
-    lead_s = busy.weights_s + busy.load.seconds(batch * context_tokens) - all_s - attend.fixed_s
+    lead_s = busy.weights_s + busy.load.seconds(batch * context_tokens) - all_s
+    lead_s -= batch * attend.fixed_s
     each_s = batch * (attend.per_token_s + busy.load_token_s)
     each_s -= (all_s - none_s) / max(context_tokens, 1)
     balance = lead_s / each_s if each_s > 0 else float(context_tokens)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kappa.checks import read_json_object
 from kappa.cost import StepModel, StepWork, chunk_work
-from kappa.plans.rates import FORMAT, ComputeGrid, LineFit, PlanRates
+from kappa.plans.rates import FORMAT, LEAST_ATTEND_R2, ComputeGrid, LineFit, PlanRates
 
 # Huber: residuals beyond this many standard deviations, each at least the second, count linearly.
 _HUBER = 1.5
@@ -313,7 +313,7 @@ def _fitted_rates(data: Mapping[str, Any]) -> PlanRates:
     if data.get("attend") is not None:
         try:
             attend = line("CPU attention", data["attend"])
-            attend.require()
+            attend.require(LEAST_ATTEND_R2)
             beside = data["attend"]
         except ValueError:
             attend = None

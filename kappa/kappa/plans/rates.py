@@ -40,6 +40,8 @@ FORMAT = "kappa-load-rates/1"
 
 LEAST_R2 = 0.98
 """Below this a fit explains too little of what it was fitted to."""
+LEAST_ATTEND_R2 = 0.95
+"""The same for attention on the CPU, whose seconds bend where the CPU's caches end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +75,11 @@ class LineFit:
         """The same line where each token takes `factor` times as long."""
         return replace(self, per_token_s=self.per_token_s * factor)
 
-    def require(self) -> None:
+    def require(self, least_r2: float = LEAST_R2) -> None:
         """Raise ValueError if this fit is too poor to plan with."""
-        if not self.r2 >= LEAST_R2:
+        if not self.r2 >= least_r2:
             raise ValueError(
-                f"the {self.name} fit has R² {self.r2:.3f}, below {LEAST_R2}: "
+                f"the {self.name} fit has R² {self.r2:.3f}, below {least_r2}: "
                 "measure again on an idle machine, or with larger sizes"
             )
 
@@ -178,9 +180,10 @@ class PlanRates:
     matrix_bytes: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 1.0)
 
     def __post_init__(self) -> None:
-        for fit in (self.load, self.project, self.attend):
-            if fit is not None:
-                fit.require()
+        self.load.require()
+        self.project.require()
+        if self.attend is not None:
+            self.attend.require(LEAST_ATTEND_R2)
         check_positive(self, "layers", "kv_bytes", "activation_bytes")
         check_share(self, "h2d_attending", "attend_loading")
         check_not_negative(self, "weights_s")

@@ -87,6 +87,9 @@ def test_times_of_a_layer_are_the_rates_by_bytes() -> None:
     assert rates.layers * times.fc1_load_s == pytest.approx(4 / 12)
     assert rates.layers * times.fc1_s == pytest.approx(0.3)
     assert times.qkv_s == pytest.approx(3 * times.out_s) == pytest.approx(0.75 * times.fc1_s)
+    # Each of ten contexts has the line's fixed cost: 10 (0.02 + 100 · 0.001) s.
+    rates = replace(rates, attend=LineFit("CPU attention", 0.001, 0.02))
+    assert rates.layers * layer_times(rates, 10, 100).attend_s == pytest.approx(1.2)
     with pytest.raises(ValueError, match="products of the CPU are not measured"):
         layer_times(replace(rates, multiply=None), 10, 100)
 

@@ -217,4 +217,5 @@ def test_the_cpu_is_asked_from_a_share_of_the_links_bandwidth_on() -> None:
 def test_what_cannot_be_is_refused() -> None:
     rates = attending(default_rng(9))
     with pytest.raises(ValueError, match="CPU attention fit has R²"):
-        replace(rates, attend=LineFit("CPU attention", 1e-6, 0.0, 0.5))
+        replace(rates, attend=LineFit("CPU attention", 1e-6, 0.0, 0.949))
+    assert replace(rates, attend=LineFit("CPU attention", 1e-6, 0.0, 0.95)).attend
