@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kappa_deploy.commands.heads import heads
+from kappa_deploy.commands.heads import _encoder, heads
 from kappa_workers.tiny_model import make_tiny_model
 
 app = typer.Typer()
@@ -50,3 +50,8 @@ def test_a_text_that_does_not_do_is_refused(tmp_path, words, why):
     model = make_tiny_model(tmp_path / "tiny", TEXTS)
     assert why in refused(model, "--text", text, "--out", out)
     assert not out.exists()
+
+
+def test_no_beginning_of_a_text_stands_within_a_piece(tmp_path):
+    encode = _encoder(make_tiny_model(tmp_path / "tiny", TEXTS))
+    assert encode("Line 1") == encode("Line") + encode(" 1")

@@ -117,7 +117,9 @@ def _encoder(folder: Path) -> Callable[[str], list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return lambda words: list(tokenizer(words, verbose=False)["input_ids"])
+    # What begins a text would stand within a piece, before a number that it hides.
+    plain = {"add_special_tokens": False, "verbose": False}
+    return lambda words: list(tokenizer(words, **plain)["input_ids"])
 
 
 def _weights(folder: Path, config: ModelConfig) -> Weights:
