@@ -151,6 +151,7 @@ class Peers:
         self._resolver, self._unresolved = Resolver(), ""
         self._peers: dict[str, _Peer] = {}
         self._named: set[str] = set()
+        self._ended = False
 
     # -- telling ------------------------------------------------------------------------------
 
@@ -158,12 +159,16 @@ class Peers:
         """JSON lines of what this router has in flight, for some seconds; then a peer asks again,
         and hears all of that once more."""
         teller, begun_s, told_s = Teller(self._name), time.monotonic(), 0.0
-        while (now_s := time.monotonic()) < begun_s + _ANSWER_S:
+        while not self._ended and (now_s := time.monotonic()) < begun_s + _ANSWER_S:
             line = teller.told(self._live.router.sent())
             if line.sent or line.ended or now_s >= told_s + _BEAT_S:
                 told_s = now_s
                 yield msgspec.json.encode(line) + b"\n"
             await asyncio.sleep(_EVERY_S)
+
+    def end(self) -> None:
+        """End all answers, which the end of their server would wait for."""
+        self._ended = True
 
     # -- hearing ------------------------------------------------------------------------------
 

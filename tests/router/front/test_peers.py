@@ -327,6 +327,18 @@ async def test_answer_to_a_peer_ends_after_a_while(monkeypatch):
         assert text.endswith("\n") and json.loads(text.splitlines()[0])["form"] == 1
 
 
+async def test_router_that_ends_ends_what_it_tells(monkeypatch):
+    monkeypatch.setattr(peers, "_ANSWER_S", 3600.0)
+    async with serving(FakeServer()) as (server,), aiohttp.ClientSession() as http:
+        rows = [{"url": server.url, "profile": "pcie"}]
+        given = {"backends": rows, "epp": {"port": 0}, "http": {"port": 0}, "probe": QUICK}
+        async with picking(load_front_settings(None, **given)) as here:
+            answer = await http.get(f"{here.url}/v1/in_flight")
+            await answer.content.readline()
+        # It was not cut.
+        await answer.read()
+
+
 async def test_endpoint_pickers_tell_each_other_too():
     ports = [free_port("127.0.0.1") for _ in "ab"]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
