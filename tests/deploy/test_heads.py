@@ -33,11 +33,12 @@ def test_an_architecture_of_no_family_is_refused_by_name(tmp_path):
     assert "model_type 'mamba' is not among opt, llama, qwen2, qwen3" in said
 
 
-def test_a_place_that_is_no_folder_is_refused_first(tmp_path, monkeypatch):
+def test_a_place_where_no_file_can_be_is_refused_first(tmp_path, monkeypatch):
     # A short path: a long one is broken in two.
     monkeypatch.chdir(tmp_path)
     said = refused(".", "--out", "none/heads.json")
     assert "none is not a folder: create it, or change --out" in said
+    assert ". is a folder: name a file in it by --out" in refused(".", "--out", ".")
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,8 @@ def heads(
     with bad_parameter():
         if not out.parent.is_dir():
             raise ValueError(f"{out.parent} is not a folder: create it, or change --out")
+        if out.is_dir():
+            raise ValueError(f"{out} is a folder: name a file in it by --out")
         folder, words = _folder(model), _words(text)
         # torch: only when it is wanted.
         from kappa_engine.config import read_config
