@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kappa_deploy.commands.heads import heads
+from kappa_deploy.commands.heads import _encoder, heads
 from kappa_workers.tiny_model import make_tiny_model
 
 app = typer.Typer()
@@ -33,11 +33,12 @@ def test_an_architecture_of_no_family_is_refused_by_name(tmp_path):
     assert "model_type 'mamba' is not among opt, llama, qwen2, qwen3" in said
 
 
-def test_a_place_that_is_no_folder_is_refused_first(tmp_path, monkeypatch):
+def test_a_place_where_no_file_can_be_is_refused_first(tmp_path, monkeypatch):
     # A short path: a long one is broken in two.
     monkeypatch.chdir(tmp_path)
     said = refused(".", "--out", "none/heads.json")
     assert "none is not a folder: create it, or change --out" in said
+    assert ". is a folder: name a file in it by --out" in refused(".", "--out", ".")
 
 
 @pytest.mark.parametrize(
@@ -50,3 +51,8 @@ def test_a_text_that_does_not_do_is_refused(tmp_path, words, why):
     model = make_tiny_model(tmp_path / "tiny", TEXTS)
     assert why in refused(model, "--text", text, "--out", out)
     assert not out.exists()
+
+
+def test_no_beginning_of_a_text_stands_within_a_piece(tmp_path):
+    encode = _encoder(make_tiny_model(tmp_path / "tiny", TEXTS))
+    assert encode("Line 1") == encode("Line") + encode(" 1")

@@ -207,8 +207,8 @@ class Decider(KappaDecider):
     async def _wake_router(self):
         return
 
-    async def __del__(self):
-        return
+    def __del__(self):
+        """Nothing: `close`, since nobody would await the product's."""
 
 
 @dataclass

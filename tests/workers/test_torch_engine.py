@@ -35,6 +35,7 @@ from tests.engine import hf
 from tests.engine.books import check_engine
 from tests.workers.emulation import asking, llm_config
 
+# One loop, in which the engine lives: every test is a coroutine.
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 BLOCK = 16
@@ -319,7 +320,7 @@ async def test_rates_are_known_at_the_start_measured_or_by_law(started):
     assert used.load_token_s == pytest.approx(rates.load_token_s)
 
 
-def test_activations_take_their_room_from_the_same_host_memory():
+async def test_activations_take_their_room_from_the_same_host_memory():
     shape = model_shape("opt-6.7b")  # activations are half as long as the KV
     assert host_blocks(shape, 300, 0.0) == (300, 0)
     assert host_blocks(shape, 300, 1.0) == (200, 200)
@@ -379,14 +380,14 @@ async def test_engine_has_hugging_faces_logits_for_contexts_in_host(
         assert answer.status_code == 400 and f"no planner '{refused}' here" in answer.text
 
 
-def test_given_device_is_rays_gpu_and_hides_the_others(monkeypatch):
+async def test_given_device_is_rays_gpu_and_hides_the_others(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     environment = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     assert given_device(1, ["2"], environment) == torch.device("cuda", 0)
     assert environment["CUDA_VISIBLE_DEVICES"] == "2"
 
 
-def test_given_device_is_the_cpu_when_ray_gave_no_gpu(monkeypatch):
+async def test_given_device_is_the_cpu_when_ray_gave_no_gpu(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     environment = {}
@@ -394,7 +395,7 @@ def test_given_device_is_the_cpu_when_ray_gave_no_gpu(monkeypatch):
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_a_gpu_that_is_not_there_is_named_with_the_remedy():
+async def test_a_gpu_that_is_not_there_is_named_with_the_remedy():
     with pytest.raises(ValueError, match="Ray gave this worker no GPU"):
         given_device(1, [], {})
     with pytest.raises(ValueError, match=r"GPU 3, and torch .* cannot use it.*nvidia-smi"):

@@ -43,6 +43,8 @@ def heads(
     with bad_parameter():
         if not out.parent.is_dir():
             raise ValueError(f"{out.parent} is not a folder: create it, or change --out")
+        if out.is_dir():
+            raise ValueError(f"{out} is a folder: name a file in it by --out")
         folder, words = _folder(model), _words(text)
         # torch: only when it is wanted.
         from kappa_engine.config import read_config
@@ -117,7 +119,9 @@ def _encoder(folder: Path) -> Callable[[str], list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return lambda words: list(tokenizer(words, verbose=False)["input_ids"])
+    # What begins a text would stand within a piece, before a number that it hides.
+    plain = {"add_special_tokens": False, "verbose": False}
+    return lambda words: list(tokenizer(words, **plain)["input_ids"])
 
 
 def _weights(folder: Path, config: ModelConfig) -> Weights:

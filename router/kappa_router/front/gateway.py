@@ -120,6 +120,7 @@ async def picking(settings: FrontSettings) -> AsyncIterator[FrontGateway]:
         follow = partial(scene.follow, None)
         await stack.enter_async_context(running(decider, follow, front.live.task_restarted))
         front.meet()
+        stack.callback(front.peers.end)
         yield FrontGateway(front, scene, picker, face, spec.url)
 
 

@@ -80,7 +80,7 @@ class InferencePool:
         self._namespace, self._name = settings.name.split("/")
         self._products: dict[str, str] = {}
         self._faults: set[str] = set()
-        self._unread = self._uncosted = ""
+        self._unread = ""
         # Names of pods, by those of their servers.
         self._pods: dict[tuple[str, ...], str] = {}
 
@@ -104,9 +104,10 @@ class InferencePool:
 
     async def _cost(self, http: aiohttp.ClientSession) -> None:
         """Annotate pods with what would be lost with them, to two digits, where it has changed."""
-        told: dict[tuple[str, ...], int] = {}
+        told, known = dict[tuple[str, ...], int](), set[str]()
         while True:
             await asyncio.sleep(_COST_S)
+            faults = set[str]()
             reused = self._front.live.records.reused_tokens()
             for servers, pod in list(self._pods.items()):
                 cost = min(int(float(f"{sum(reused[one] for one in servers):.1e}")), _MOST_COST)
@@ -114,22 +115,17 @@ class InferencePool:
                     continue
                 try:
                     await self._annotate(http, pod, cost)
+                    told[servers] = cost
                 except _FAULTS as error:
-                    self._not_costed(error)
-                    break
-                told[servers], self._uncosted = cost, ""
+                    faults.add(str(error) or repr(error))
+            if faults - known:
+                log.error(
+                    "pods_not_annotated", pool=self._settings.name, count=len(faults),
+                    why=min(faults - known), remedy="its service account needs the right to patch "
+                    "pods in its namespace, or set epp.pool.deletion_costs false",
+                )  # fmt: skip
+            known = faults
             told = {servers: cost for servers, cost in told.items() if servers in self._pods}
-
-    def _not_costed(self, error: Exception) -> None:
-        """Say once that pods cannot be annotated."""
-        why = str(error) or repr(error)
-        if why != self._uncosted:
-            log.error(
-                "pods_not_annotated", pool=self._settings.name, why=why,
-                remedy="its service account needs the right to patch pods in its namespace, or set "
-                "epp.pool.deletion_costs false",
-            )  # fmt: skip
-        self._uncosted = why
 
     def _not_read(self, error: Exception) -> None:
         """Say once that the API does not tell what it is asked."""

@@ -151,6 +151,7 @@ class Peers:
         self._resolver, self._unresolved = Resolver(), ""
         self._peers: dict[str, _Peer] = {}
         self._named: set[str] = set()
+        self._ended = False
 
     # -- telling ------------------------------------------------------------------------------
 
@@ -158,12 +159,16 @@ class Peers:
         """JSON lines of what this router has in flight, for some seconds; then a peer asks again,
         and hears all of that once more."""
         teller, begun_s, told_s = Teller(self._name), time.monotonic(), 0.0
-        while (now_s := time.monotonic()) < begun_s + _ANSWER_S:
+        while not self._ended and (now_s := time.monotonic()) < begun_s + _ANSWER_S:
             line = teller.told(self._live.router.sent())
             if line.sent or line.ended or now_s >= told_s + _BEAT_S:
                 told_s = now_s
                 yield msgspec.json.encode(line) + b"\n"
             await asyncio.sleep(_EVERY_S)
+
+    def end(self) -> None:
+        """End all answers, which the end of their server would wait for."""
+        self._ended = True
 
     # -- hearing ------------------------------------------------------------------------------
 
@@ -204,27 +209,28 @@ class Peers:
         attempt, said = 0, ""
         try:
             while not peer.oneself and (peer.address in self._named or self._is_heard(peer)):
-                before_s = peer.heard_s
                 try:
                     await self._hear(peer)
-                    why = ""
+                    peer.why = ""
                 except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-                    why = str(error) or f"nothing came within {SILENT_S:g} s"
-                attempt = 0 if peer.heard_s > before_s else attempt + 1
-                peer.why = why
-                if self._is_heard(peer):
-                    said = ""
-                elif not peer.oneself:
-                    self._tell(peer.heard.nothing())
-                    if why != said:
-                        log.warning("peer_not_heard", peer=peer.address, why=why[:500])
-                    said = why
-                await asyncio.sleep(pause_s(attempt) if why else _EVERY_S)
-        finally:
-            if not peer.oneself:
+                    peer.why = str(error) or f"nothing came within {SILENT_S:g} s"
+                if peer.oneself or self._is_heard(peer):
+                    # Soon again: longer pauses would outlast the time until it is forgotten.
+                    attempt, said = 0, ""
+                    await asyncio.sleep(_EVERY_S)
+                    continue
                 self._tell(peer.heard.nothing())
+                if peer.why != said:
+                    log.warning("peer_not_heard", peer=peer.address, why=peer.why[:500])
+                said = peer.why
+                await asyncio.sleep(pause_s(attempt))
+                attempt += 1
+        finally:
+            # Oneself, too, where another was heard at this address before.
+            self._tell(peer.heard.nothing())
+            self._live.metrics.forget("peer", peer.address)
+            if not peer.oneself:
                 del self._peers[peer.address]
-                self._live.metrics.forget("peer", peer.address)
 
     def _is_heard(self, peer: _Peer) -> bool:
         return time.monotonic() - peer.heard_s < SILENT_S
@@ -280,7 +286,7 @@ async def _next(content: aiohttp.StreamReader) -> Told | None:
     try:
         line = await content.readline()
         return msgspec.json.decode(line, type=Told) if line else None
-    except (msgspec.MsgspecError, HttpProcessingError, ValueError) as error:
+    except (msgspec.MsgspecError, RecursionError, HttpProcessingError, ValueError) as error:
         # The two last ones say that it exceeds the buffer, as aiohttp's release has it.
         raise ValueError(
             f"what it tells cannot be read: {error}: run one version in all replicas"

@@ -115,7 +115,8 @@ class Picker:
     async def stop(self, drain_s: float = 0.0) -> None:
         """Say that it does not serve, take what comes until the gateway has heard that, then wait
         for open requests; for so long in all."""
-        self._leaving, now_s = True, time.monotonic()
+        # Quiet counts from now on: a gateway that has few requests has not heard yet.
+        self._leaving, self._asked_s = True, (now_s := time.monotonic())
         hears_s, until_s = now_s + min(_HEARS_S, drain_s / 2), now_s + drain_s
         while (left_s := min(self._asked_s + _QUIET_S, hears_s) - time.monotonic()) > 0:
             await asyncio.sleep(left_s)
@@ -301,7 +302,7 @@ class _Exchange:
         elif field != "request_trailers":
             raise BrokenProtocolError(f"{field or 'nothing'} comes after a request")
         if not self._whole:
-            # grpc tells of a write's end by a thread of its own, for which the next part need not wait.
+            # grpc tells of a write's end by a thread, for which the next part need not wait.
             self._ahead = asyncio.ensure_future(self._context.read())
         await self._context.write(answer)
 

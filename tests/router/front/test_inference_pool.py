@@ -31,10 +31,12 @@ LABEL = "kappa-serve/profile"
 
 
 class FakeApi:
-    """A pool, its pods and nodes. down: the status of every answer instead, 0 for none."""
+    """A pool, its pods and nodes. down: the status of every answer instead, 0 for none; refused:
+    a pod that must not be annotated."""
 
     def __init__(self, *ports):
         self.ports, self.pods, self.nodes, self.down = list(ports), {}, {}, 0
+        self.refused = ""
         self.version, self.watches, self.tokens, self.costs = 1, [], set(), []
 
     def pod(self, name, profile=None, node="", ready=True):
@@ -58,7 +60,8 @@ class FakeApi:
         assert request.headers["content-type"] == "application/merge-patch+json"
         (cost,) = (await request.json())["metadata"]["annotations"].items()
         self.costs.append((request.path, *cost))
-        return web.json_response({}, status=self.down or 200)
+        refused = request.path == f"{PODS}/{self.refused}"
+        return web.json_response({}, status=self.down or (403 if refused else 200))
 
     async def answer(self, request):
         self.tokens.add(request.headers["authorization"])
@@ -207,6 +210,22 @@ async def test_pods_that_may_not_be_annotated_are_said_once(tmp_path, monkeypatc
             await until(lambda: len(api.costs) > 2)
             assert capsys.readouterr().out.count("pods_not_annotated") == 1
             assert picker.live.choosable == 1
+
+
+async def test_pod_that_may_not_be_annotated_leaves_the_others(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(inference_pool, "_COST_S", 0.05)
+    async with serving(FakeServer()) as (server,):
+        api = FakeApi(server.port)
+        api.pod("a", "h100-pcie5")
+        api.pod("b", "h100-pcie5")
+        api.pods["b"]["status"]["podIP"] = "127.0.0.2"
+        api.refused = "a"
+        async with pooled(api, tmp_path, deletion_costs=True):
+            await until(lambda: len(api.costs) > 4)
+            paths = [path for path, *_ in api.costs]
+            assert paths.count(f"{PODS}/b") == 1 and paths[:2] == [f"{PODS}/a", f"{PODS}/b"]
+            said = capsys.readouterr().out
+            assert said.count("pods_not_annotated") == 1 and f"{PODS}/a" in said
 
 
 async def test_pods_are_left_alone_unless_asked_for(tmp_path, monkeypatch):

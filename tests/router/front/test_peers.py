@@ -185,6 +185,19 @@ async def test_silent_peer_is_forgotten_and_heard_again(monkeypatch):
         await until(lambda: known.in_flight == 2 and made.rows()[0]["why"] is None)
 
 
+async def test_dead_peer_is_forgotten_whatever_the_pause(monkeypatch):
+    async def answer(request):
+        return await lines(request, told(a=[row()]), then=asyncio.Event())
+
+    async with contextlib.AsyncExitStack() as alive:
+        address = await alive.enter_async_context(speaking(answer))
+        async with following(monkeypatch, address) as (_, known, _):
+            monkeypatch.setattr(peers, "pause_s", lambda attempt: 60.0)
+            await until(lambda: known.in_flight == 1)
+            await alive.aclose()
+            await until(lambda: known.in_flight == 0)
+
+
 async def _million(request):
     rows = b",".join([b'{"request_id":"r"}'] * 1_000_000)
     return await lines(request, b'{"form":1,"router":"p","sent":{"a":[' + rows + b"]}}\n")
@@ -218,6 +231,8 @@ def said(line):
         (said(b'{"form":1,"router":"p","sent":{"a":[{"request_id":"r","new_tokens":-1}]}}\n'),
          "cannot be read"),
         (said(b'{"form":2,"router":"p","sent":{"a":7}}\n'), "one version in all replicas"),
+        (said(b'{"form":1,"router":"p","x":' + b"[" * 9_000 + b"]" * 9_000 + b"}\n"),
+         "cannot be read"),
         (said(told(a=[row(f"r{i}") for i in range(101)])), "more than 100 requests"),
         (_page, "cannot be read"), (_none, "answered nothing"), (_denied, "peers.key_env"),
     ],
@@ -260,6 +275,19 @@ async def test_name_that_resolves_to_oneself_and_others_is_followed(monkeypatch)
         assert made.rows() == [] and known.in_flight == 0
 
 
+async def test_what_was_told_at_ones_own_address_is_forgotten(monkeypatch):
+    # As behind a load balancer: first another router, then oneself.
+    others = iter([told(a=[row()])])
+
+    async def answer(request):
+        return await lines(request, next(others, None) or Told(1, made._name))
+
+    async with speaking(answer) as address, following(monkeypatch, address) as (made, known, live):
+        await until(lambda: made.rows() and known.in_flight == 1)
+        await until(lambda: not made.rows() and known.in_flight == 0)
+        assert address not in live.metrics.exposition().decode()
+
+
 async def test_unresolved_name_is_one_line_and_others_are_heard(monkeypatch):
     async def answer(request):
         return await lines(request, told(b=[row()]), then=asyncio.Event())
@@ -297,6 +325,18 @@ async def test_answer_to_a_peer_ends_after_a_while(monkeypatch):
     async with fronted(FakeServer()) as (front, _):
         text = await (await front.http.get("/v1/in_flight")).text()
         assert text.endswith("\n") and json.loads(text.splitlines()[0])["form"] == 1
+
+
+async def test_router_that_ends_ends_what_it_tells(monkeypatch):
+    monkeypatch.setattr(peers, "_ANSWER_S", 3600.0)
+    async with serving(FakeServer()) as (server,), aiohttp.ClientSession() as http:
+        rows = [{"url": server.url, "profile": "pcie"}]
+        given = {"backends": rows, "epp": {"port": 0}, "http": {"port": 0}, "probe": QUICK}
+        async with picking(load_front_settings(None, **given)) as here:
+            answer = await http.get(f"{here.url}/v1/in_flight")
+            await answer.content.readline()
+        # It was not cut.
+        await answer.read()
 
 
 async def test_endpoint_pickers_tell_each_other_too():

@@ -341,6 +341,17 @@ async def test_picker_that_ends_says_so_and_takes_what_comes():
         await stopping
 
 
+async def test_picker_that_was_not_asked_takes_what_comes_at_its_end():
+    async with before(*two()) as picker:
+        stopping = asyncio.create_task(picker.here.gateway.stop(30.0))
+        await asyncio.sleep(0)
+        assert await health(picker.channel, "readiness") == 2
+        late = picker.conversation()
+        await late.picked()
+        await answered(late, TOKEN)
+        await stopping
+
+
 async def test_certificate_is_shown_at_both_ports(tmp_path):
     tls = pair(tmp_path)
     settings = load_front_settings(
