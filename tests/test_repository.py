@@ -216,7 +216,7 @@ def test_the_router_brings_neither_an_engine_nor_a_cluster():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("lock", ROOT.glob("*.lock"), ids=str)
+@pytest.mark.parametrize("lock", [*ROOT.glob("*.lock")], ids=str)
 def test_lock_has_no_version_below_the_floors_of_known_faults(lock):
     lines = (ROOT / "locks/floors.txt").read_text(encoding="utf-8").splitlines()
     floors = [Requirement(line.partition("#")[0]) for line in lines if not line.startswith("#")]

@@ -73,6 +73,7 @@ def test_more_nodes_of_the_same_mix():
         (["--trace", "narative"], ["narative", "narrativeqa"]),
         (["--policy", "magic"], ["magic", "ttft"]),
         (["--scheduler", "fairr"], ["'fair'", "fcfs"]),
+        (["--share-s", "0.1"], ["one router", "--routers"]),
         (["--misprofile", "lnk"], ["'link'", "compute"]),
         (["--model", "llama-9"], ["llama-9", "llama-3.1-8b"]),
         (["--model", "llama-3.1-405b"], ["node gh200-0", "811.7 GB"]),
