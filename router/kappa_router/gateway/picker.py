@@ -186,7 +186,7 @@ class _Exchange:
                 raise BrokenProtocolError(f"it begins with {field or 'nothing'}")
             verdict = await self._asked(message, head)
             if isinstance(verdict, Refuse):
-                await self._context.write(ext_proc.refused(*verdict))
+                await self._write(ext_proc.refused(*verdict))
                 return
             self._go = verdict
             await self._sent_on(verdict, without_body=head.end_of_stream)
@@ -205,6 +205,11 @@ class _Exchange:
         if message is grpc.aio.EOF:
             raise _LeftError
         return message, *ext_proc.told_in(message)
+
+    async def _write(self, message: Any) -> None:
+        """Send it; raises TimeoutError where the gateway takes nothing for long."""
+        async with asyncio.timeout(self._silent_s):
+            await self._context.write(message)
 
     # -- the request --------------------------------------------------------------------------
 
@@ -273,12 +278,12 @@ class _Exchange:
         to_server = {name: go.upstream[name] for name in (ENDPOINT_HEADER, "x-request-id")}
         # What a server says must be readable.
         removed = ["accept-encoding", *filter(None, go.upstream.get(REMOVED_HEADER, "").split(","))]
-        await self._context.write(ext_proc.goes_on(to_server, removed))
+        await self._write(ext_proc.goes_on(to_server, removed))
         if not without_body:
             for part in ext_proc.parts(self._body, is_last=not self._trailers):
-                await self._context.write(part)
+                await self._write(part)
         if self._trailers:
-            await self._context.write(ext_proc.unchanged("request_trailers"))
+            await self._write(ext_proc.unchanged("request_trailers"))
         self._body = b""
 
     # -- the answer ---------------------------------------------------------------------------
@@ -304,7 +309,7 @@ class _Exchange:
         if not self._whole:
             # grpc tells of a write's end by a thread, for which the next part need not wait.
             self._ahead = asyncio.ensure_future(self._context.read())
-        await self._context.write(answer)
+        await self._write(answer)
 
     def _head(self, headers: Mapping[str, str], served: list[str] | None) -> None:
         """Take the head of its answer."""

@@ -269,6 +269,20 @@ async def test_body_that_does_not_come_is_408():
         await picker.conversation().picked()
 
 
+async def test_gateway_that_takes_nothing_back_is_given_up():
+    large = json.dumps(chat("word " * 8_000_000)).encode()
+    async with before(*two(), router={"request_timeout_s": 1.0}) as picker:
+        talk = picker.conversation()
+        await talk.head(**{"x-request-id": "one"})
+        for at in range(0, len(large), 1 << 16):
+            part = large[at : at + (1 << 16)]
+            end = at + len(part) == len(large)
+            await talk.say(request_body={"body": part, "end_of_stream": end})
+        await until(lambda: "one" in picker.live.records)
+        await picker.settled()
+        assert picker.live.records["one"].end != "done"
+
+
 @pytest.mark.parametrize(
     "more", [{"protocol_config": {"request_body_mode": 2}}, {"observability_mode": True}]
 )
