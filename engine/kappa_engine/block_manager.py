@@ -58,7 +58,8 @@ class BlockManager:
             "kv": PrefixPool(arena.pools["kv", "host"], self.log, self._changed),
             "act": PrefixPool(arena.pools["act", "host"], self.log, self._changed),
         }
-        self.residents = HostResidents(self.device, self.host, settings)
+        acts = arena.pools["act", "device"]
+        self.residents = HostResidents(self.device, acts, self.host, settings)
         self.planning, self._arena, self._settings = planning, arena, settings
         self._load_over = load_over
         self._most_recompute = settings.budget_tokens // arena.block_tokens * arena.block_tokens

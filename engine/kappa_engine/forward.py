@@ -280,7 +280,7 @@ class Forward:
         tensors, ring = self.ring.layer(layer), self.ring
         ring.wait(layer, "kv")
         if step.act_tokens:
-            self._project_acts(tensors, running, buffer)
+            self._project_acts(layer, tensors, running, buffer)
         ring.wait(layer, "attention")
         a = layers.attention_input(running.hidden, tensors, config)
         product = partial(self._product, layer)
@@ -319,13 +319,25 @@ class Forward:
         running.hidden = layers.feed_forward(hidden, tensors, config, product("up"))
         buffer.free = self.mover.mark()
 
-    def _project_acts(self, tensors: Layer, running: RunningStep, buffer: Buffer) -> None:
-        """Project keys and values of the step's activations, into the buffer."""
-        step = running.step
+    def _project_acts(
+        self, layer: int, tensors: Layer, running: RunningStep, buffer: Buffer
+    ) -> None:
+        """Project keys and values of the step's activations, into the buffer; those that are on the
+        device first, for they wait for no copy."""
+        step, angles = running.step, running.act_angles
+        rows = buffer.rows[step.loaded_rows : step.first_new_row].view(step.act_tokens, -1)
+        loaded_tokens = step.act_tokens
+        if step.act_here is not None:
+            loaded_tokens -= len(step.act_here)
+            here = self.arena.act_device[layer].view(-1, self.config.hidden)
+            a = here.index_select(0, step.act_here)
+            of = angles and (angles[0][loaded_tokens:], angles[1][loaded_tokens:])
+            layers.project_kv(a, tensors, self.config, of, rows[loaded_tokens:])
+        if not loaded_tokens:
+            return
         if buffer.act is not None:
             self.mover.wait(buffer.act)
-        hidden = self.config.hidden
-        loaded = buffer.acts[: step.loaded_act_blocks].view(-1, hidden)
+        loaded = buffer.acts[: step.loaded_act_blocks].view(-1, self.config.hidden)
         a = loaded if step.act_rows is None else loaded.index_select(0, step.act_rows)
-        rows = buffer.rows[step.loaded_rows : step.first_new_row].view(step.act_tokens, -1)
-        layers.project_kv(a, tensors, self.config, running.act_angles, rows)
+        of = angles and (angles[0][:loaded_tokens], angles[1][:loaded_tokens])
+        layers.project_kv(a, tensors, self.config, of, rows[:loaded_tokens])

@@ -5,7 +5,8 @@ block is dropped, and counted, where the host pool has nothing to evict or too m
 their way; so are the blocks behind it, which no request could find. The settings say whether blocks
 are stored as KV, as activations, or as both. Activations are captured in blocks of their own while
 they are computed; they are of use only for all tokens of a block, so capture begins where a block
-begins. If a block could not be captured (no room; found on the device), its KV is stored.
+begins. If a block could not be captured (no room; found on the device), its KV is stored. What
+`HostResidents.keep` takes of them is not stored: it stays where it was captured.
 """
 
 from __future__ import annotations
@@ -98,18 +99,29 @@ class HostStore:
         keys, stop = sequence.keys, sequence.published
         captured = self._captured.get(sequence, {})
         done = sorted(i for i in captured if (i + 1) * self._arena.block_tokens <= tokens)
+        keep = self._memory.residents.keep
+        kept = [i for i in done if keep(sequence, i, captured[i])]
+        stays = {} if sequence.kept is None else sequence.kept.stays
         fresh = [
             index
             for index in range(sequence.stored, stop)
-            if self._as(sequence, "kv", index)
-            or (index not in captured and not any(self._in_host(keys[index].digest)))
+            if index not in stays
+            and (
+                self._as(sequence, "kv", index)
+                or (index not in captured and not any(self._in_host(keys[index].digest)))
+            )
         ]
         sequence.stored = max(sequence.stored, stop)
+        for index in kept:
+            del captured[index]
+            done.remove(index)
         blocks: list[int] = sequence.blocks[fresh].tolist() if fresh else []
         self._memory.device.pool.share(blocks)
         acts = [captured.pop(index) for index in done]
         as_kv, as_act = [keys[i] for i in fresh], [keys[i] for i in done]
         both = {key.digest for key in (*as_kv, *as_act)}
+        # These stay on the device, and no prefix with them is found in host memory.
+        both |= {keys[i - 1].digest for i in (*fresh, *done) if i - 1 in stays}
         front = keys[: min([*fresh, *done], default=0)]
         self.store("kv", as_kv, blocks, front, both)
         self.store("act", as_act, acts, front, both)
@@ -210,6 +222,9 @@ class HostStore:
         assert kept is not None
         start = stop = len(kept.kv)
         while stop < sequence.stored:
+            if stop in kept.stays:
+                stop += 1
+                continue
             digest, ways = keys[stop].digest, self._on_their_way.values()
             if any(digest in way for way in ways):
                 break

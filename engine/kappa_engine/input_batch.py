@@ -125,10 +125,11 @@ class _Builder:
             wanted = [self._ids_of(i, span, source) for i, span in spans if span.source is source]
             self.loaded[source] = np.unique(np.concatenate(wanted)) if wanted else _NONE
         self.loaded_rows = len(self.loaded[Source.KV_HOST]) * 2 * block_tokens
-        self.act_tokens = count[Source.ACT_HOST]
+        self.act_tokens = count[Source.ACT_HOST] + count[Source.ACT_DEVICE]
         # Where each source's pairs of K and V begin: in tokens, behind the loaded rows.
         self._next = {
             Source.ACT_HOST: 0,
+            Source.ACT_DEVICE: count[Source.ACT_HOST],
             Source.NEW: self.act_tokens,
             Source.KV_DEVICE: self.act_tokens + self.first[-1],
         }
@@ -164,8 +165,11 @@ class _Builder:
             positions=ids(positions),
             logit_rows=ids(logit_rows),
             groups=groups,
-            act_positions=ids(self._joined("act_positions")),
+            act_positions=ids(
+                np.concatenate([self._joined("act_positions"), self._joined("here_positions")])
+            ),
             act_rows=None if in_order else ids(act_rows),
+            act_here=ids(self._joined("act_here")) if self.pieces["act_here"] else None,
             to_pool=self._scatter("pool", "from_buffer"),
             to_act=self._scatter("act", "captured"),
             from_pool=self._scatter("copied", "from_pool"),
@@ -286,6 +290,10 @@ class _Builder:
         if source is Source.ACT_HOST:
             self.pieces["act_host"].append(self._rows_of(slots, span, bt))
             self.pieces["act_positions"].append(positions)
+        if source is Source.ACT_DEVICE:
+            held = self._ids_of(index, span, source)
+            self.pieces["act_here"].append(self._rows_of(held, span, bt))
+            self.pieces["here_positions"].append(positions)
         block = pages.of(Source.KV_DEVICE, positions // bt)
         there = block >= 0
         target = block[there] * (2 * bt) + positions[there] % bt

@@ -161,11 +161,12 @@ class ModelRunner:
 
     def _crossing(self, kept: HostResident) -> Blocks:
         """Blocks of a context that come as activations and as KV."""
-        kv, act = kept.kv >= 0, kept.act >= 0
+        kv, act, here = kept.kv >= 0, kept.act >= 0, kept.here >= 0
         split = round(self._share * len(kv)) if kept.split else 0
         first = np.arange(len(kv)) < split
-        projected = int((act & (first | ~kv)).sum())
-        return Blocks(projected, kept.blocks - projected)
+        # Those on the device do not cross, but their KV takes a buffer's room, too.
+        projected = here | (act & (first | ~kv))
+        return Blocks(int(projected.sum()), int((kv & ~projected).sum()))
 
     def _row(
         self, sequence: Sequence, start: int, stop: int, *, recompute: bool = False
@@ -186,6 +187,8 @@ class ModelRunner:
         if (kept := sequence.kept) is not None:
             pages.put(0, "kv", "host", kept.kv)
             pages.put(0, "act", "host", kept.act)
+            if not recompute:
+                pages.put(0, "act", "device", kept.here)
             end = len(kept.kv) * size
             few = stop - start <= _FEW_QUERIES
             on_cpu = (kept.cpu_tokens if few else 0) if kept.crosses else end

@@ -6,7 +6,7 @@ The scheduler sees a `Work`; the block manager owns blocks and loads, the engine
 from __future__ import annotations
 
 from collections.abc import Sequence as Run
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -101,6 +101,13 @@ class HostResident:
     promised: int = 0
     # A planned share of the blocks that are there in both forms comes from activations.
     split: bool = False
+    # Device blocks of activations: of each of those blocks, -1 where there is none; and by index,
+    # of all that stay on the device until the request is over.
+    here: Ids = field(default_factory=lambda: np.empty(0, np.int64))
+    stays: dict[int, int] = field(default_factory=dict)
+    # From this block on activations of the `promised` blocks stay there; how many may in all.
+    stays_from: int = 0
+    most_stay: int = 0
 
     @property
     def blocks(self) -> int:

@@ -30,6 +30,9 @@ class EngineOptions:
     # and whether their KV is stored too.
     act_share: float = 0.0
     keep_kv: bool = True
+    # Blocks of activations that contexts in host memory may have on the device instead, for as long
+    # as their requests run ("host-hybrid").
+    act_device_blocks: int = 0
     # The share of the device's blocks that a request may take. Beyond it "auto" leaves the front of
     # a cached prefix in host memory, if the engine has threads that attend to it there, and
     # "host-auto" the whole context.
@@ -42,11 +45,18 @@ class EngineOptions:
         """Raise `ValueError` if activations are to be stored and there are no blocks for them, or
         contexts are to lie in host memory and an iteration's chunk of one does not fit the device.
         """
-        if self.act_share and not (size.act_host and size.act_device):
+        stay = self.act_device_blocks
+        if self.act_share and not (size.act_host + stay and size.act_device > stay):
             raise ValueError(
                 f"EngineOptions.act_share is {self.act_share}, but the arena has "
-                f"{size.act_device} device and {size.act_host} host blocks of "
-                "activations: give both, or act_share=0"
+                f"{size.act_device} device blocks of activations, {stay} of them to stay there, "
+                f"and {size.act_host} host blocks: give both, or act_share=0"
+            )
+        if stay and (self.planner != "host-hybrid" or self.keep_kv):
+            raise ValueError(
+                f"EngineOptions.act_device_blocks is {stay} with planner {self.planner} and "
+                f"keep_kv={self.keep_kv}: only host-hybrid, without KV beside its activations, "
+                "keeps them on the device"
             )
         window = self.window_blocks(size.block_tokens)
         if host_planners(self.planner, self.act_share) and size.kv_device < window:
@@ -79,7 +89,8 @@ class EngineOptions:
         return act if type == "act" else stop - start - (0 if self.keep_kv else act)
 
     def most_blocks(self, size: ArenaSize) -> int:
-        """Blocks of the longest sequence that fits host memory."""
+        """Blocks of the longest sequence that fits host memory, and what may stay beside it."""
         kv_share = 1.0 if self.keep_kv else 1.0 - self.act_share
-        shares = (size.kv_host, kv_share), (size.act_host, self.act_share)
+        act_blocks = size.act_host + self.act_device_blocks
+        shares = (size.kv_host, kv_share), (act_blocks, self.act_share)
         return int(min(blocks / share for blocks, share in shares if share))

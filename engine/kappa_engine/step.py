@@ -41,14 +41,16 @@ class Source(IntEnum):
 
     NEW = 0  # computed in this step
     KV_DEVICE = 1
-    KV_HOST = 2
-    ACT_HOST = 3
-    KV_CPU = 4  # in host memory: the CPU attends to it, and only queries and results cross
+    ACT_DEVICE = 2
+    KV_HOST = 3
+    ACT_HOST = 4
+    KV_CPU = 5  # in host memory: the CPU attends to it, and only queries and results cross
 
 
 COLUMN_OF: dict[Source, tuple[BlockType, Place]] = {
-    Source.KV_DEVICE: ("kv", "device"), Source.KV_HOST: ("kv", "host"),
-    Source.ACT_HOST: ("act", "host"), Source.KV_CPU: ("kv", "host"),
+    Source.KV_DEVICE: ("kv", "device"), Source.ACT_DEVICE: ("act", "device"),
+    Source.KV_HOST: ("kv", "host"), Source.ACT_HOST: ("act", "host"),
+    Source.KV_CPU: ("kv", "host"),
 }  # fmt: skip
 """Which column of `Pages` has the blocks of a source."""
 _OF_SEGMENT = {"K": Source.KV_HOST, "A": Source.ACT_HOST, "R": Source.NEW}
@@ -143,7 +145,7 @@ def joined(spans: Iterable[TokenSpan]) -> tuple[TokenSpan, ...]:
     return tuple(found)
 
 
-_NEAREST = (Source.KV_DEVICE, Source.KV_HOST, Source.ACT_HOST)
+_NEAREST = (Source.KV_DEVICE, Source.ACT_DEVICE, Source.KV_HOST, Source.ACT_HOST)
 
 
 def held_spans(
@@ -151,7 +153,7 @@ def held_spans(
 ) -> tuple[TokenSpan, ...]:
     """Spans of tokens that are in their blocks, each from the nearest place that its block is in.
 
-    The order is KV on the device, KV in host memory, activations in host memory.
+    The order is KV and activations on the device, KV and activations in host memory.
 
     Args:
         activations: of this many first tokens, in whole blocks, those without KV on the device come
@@ -310,6 +312,8 @@ class DeviceStep:
     act_positions: Tensor
     # Rows of the loaded activations to project; None for all in order.
     act_rows: Tensor | None
+    # Rows of the device's activations to project, behind those.
+    act_here: Tensor | None
     to_pool: Scatter | None
     to_act: Scatter | None
     from_pool: Scatter | None

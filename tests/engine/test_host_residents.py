@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from kappa_engine.kv_cache import ArenaSize
+from kappa_engine.kv_cache import ArenaSize, ArenaTooLarge
 from kappa_engine.sequence import RequestRefused
+from kappa_engine.step import Source
+from kappa_engine.weights import HostWeights
 from tests.engine import hf
 from tests.engine.books import check_engine
 from tests.engine.engines import (
@@ -31,6 +34,10 @@ MODES = {
     "host-kvpr": {"planner": "host-kvpr", "act_share": 1.0, "budget_tokens": 24},
     "host-hybrid": {
         "planner": "host-hybrid", "act_share": 0.5, "keep_kv": False, "budget_tokens": 24,
+    },
+    "on-device": {
+        "planner": "host-hybrid", "act_share": 0.5, "keep_kv": False, "budget_tokens": 24,
+        "act_device_blocks": 12,
     },
     "activations": {
         "planner": "host-hybrid", "act_share": 1.0, "keep_kv": False, "budget_tokens": 24,
@@ -115,6 +122,128 @@ def test_activations_hold_twice_the_requests_that_kv_holds() -> None:
     assert most == {"host-kv": 2, "activations": 4}
 
 
+def test_activations_on_the_device_hold_more_requests_beside_host() -> None:
+    """Host memory for 4 contexts of 16 blocks as activations; 16 on the device are a fifth one."""
+    size = ArenaSize(48, 0, 64, 64, block_tokens=BLOCK)
+    options = {**MODES["activations"], "act_device_blocks": 16, "rates": even_rates()}
+    with engine("opt", size=size, **options) as made:
+        handles = [submit(made, prompt(52, seed=s), 12) for s in range(6)]
+        scores, most = run(made, *handles)
+        assert all(agrees("opt", handle, scores[handle]) for handle in handles)
+        assert (most, made.stats().preemptions) == (5, 0)
+
+
+def settled(made, handle, tokens):
+    """With that many tokens of an answer, all stores and loads ended."""
+    while handle.output_tokens < tokens:
+        made.step()
+        made.store.drain(20)
+    made.mover.drain(20)
+
+
+@pytest.mark.parametrize("host", [None, HostWeights(1.0)], ids=["on-device", "in-host"])
+def test_activations_on_the_device_do_not_cross_the_link(host) -> None:
+    """Every other block is of activations: of 9, those of 0 to 4 cross, and 6 and 8 stay."""
+    options = {**MODES["on-device"], "act_device_blocks": 2, "rates": even_rates(), "host": host}
+    with engine("opt", **options) as made:
+        asked = submit(made, prompt(33), 10)
+        settled(made, asked, 5)
+        kept, sources, compute = asked.kept, [], made._model.compute
+        assert np.flatnonzero(kept.kv >= 0).tolist() == [1, 3, 5, 7]
+        assert np.flatnonzero(kept.act >= 0).tolist() == [0, 2, 4]
+        assert np.flatnonzero(kept.here >= 0).tolist() == [6, 8] == sorted(kept.stays)
+        assert (asked.blocks[:9] == -1).all()
+        made._model.compute = lambda *rows, **how: (
+            sources.extend(span.source for span in rows[0][0].spans),
+            compute(*rows, **how),
+        )[1]
+        before = made.stats().link["h2d_bytes"]
+        settled(made, asked, 6)
+        block = 2 * BLOCK * 64 * 3 * 8
+        crossed = 4 * block + 3 * block // 2 + made._model.ring.step_bytes
+        assert made.stats().link["h2d_bytes"] - before == crossed
+        places = {Source.ACT_DEVICE, Source.ACT_HOST, Source.KV_HOST, Source.KV_DEVICE, Source.NEW}
+        assert set(sources) == places
+        finish(made)
+        assert asked.tokens[33:] == expected(asked.tokens[:33], 10, "opt")
+        assert not made.arena.pools["act", "device"].used
+
+
+def test_prefix_before_what_stayed_on_the_device_is_found() -> None:
+    options = {**MODES["on-device"], "act_device_blocks": 2, "budget_tokens": 40}
+    with engine("opt", **options) as made:
+        generate_in_host(made, prompt(33), count=1)
+        asked = submit(made, prompt(33), 6)
+        finish(made)
+        assert asked.tokens[33:] == expected(prompt(33), 6, "opt")
+        assert (asked.account.kept_tokens, asked.account.new_tokens) == (24, 9)
+
+
+def test_prefix_on_the_device_does_not_make_a_prompt_wait() -> None:
+    """Of 16 blocks at most 8 may stay; of these the second prompt finds some as KV already."""
+    options = {**MODES["activations"], "act_device_blocks": 8, "budget_tokens": 40}
+    with engine("opt", size=ArenaSize(48, 0, 48, 8, block_tokens=BLOCK), **options) as made:
+        generate(made, prompt(40), count=1)
+        asked = [*prompt(40), *prompt(20, seed=3)]
+        assert generate(made, asked, count=4) == [expected(asked, 4, "opt")]
+
+
+def test_no_more_activations_stay_than_the_setting_has() -> None:
+    options = {**MODES["on-device"], "act_device_blocks": 7, "max_running": 3}
+    with engine("opt", size=SMALL, rates=even_rates(), **options) as made:
+        handles = [submit(made, prompt(n, seed=n), 25) for n in (41, 30, 7, 26)]
+        stay, stored = [], []
+        while made.busy:
+            made.step()
+            live = [s.kept for s in made.memory.residents]
+            stay.append(sum(len(kept.stays) for kept in live))
+            stored.append(sum(int((kept.act >= 0).sum()) for kept in live))
+            assert sum(kept.most_stay for kept in live) <= 7
+            assert made.arena.pools["act", "device"].used >= stay[-1]
+        assert max(stay) == 7 and max(stored) > 3
+        for one in handles:
+            assert one.tokens[one.prompt_tokens :] == expected(one.tokens[:-25], 25, "opt")
+
+
+def test_preempted_requests_free_their_activations_on_device() -> None:
+    """Host memory for few answers: they fill the device until one must wait."""
+    size = ArenaSize(9, 12, 40, 1, block_tokens=BLOCK)
+    options = {**MODES["on-device"], "budget_tokens": 16}
+    with engine("opt", size=size, **options) as made:
+        handles = [submit(made, prompt(25, seed=s), 30) for s in range(4)]
+        freed, preempted = [], made._preempted
+
+        def recorded(victim):
+            stays, pool = len(victim.kept.stays), made.arena.pools["act", "device"]
+            before = pool.used
+            preempted(victim)
+            freed.append((stays, before - pool.used))
+
+        made._preempted = recorded
+        finish(made)
+        assert any(stays for stays, _ in freed), freed
+        assert all(stays <= gone for stays, gone in freed), freed
+        for one in handles:
+            assert one.tokens[25:] == expected(one.tokens[:25], 30, "opt")
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "why"),
+    [
+        ({"act_device": 1 << 40}, ArenaTooLarge, r"need .* bytes\), but only .* bytes\) are free"),
+        ({"act_device": 12}, ValueError, "12 device blocks of activations, 12 of them to stay"),
+        ({"planner": "host-kvpr"}, ValueError, "act_device_blocks is 12 with planner host-kvpr"),
+        ({"keep_kv": True}, ValueError, "host-hybrid and keep_kv=True: only host-hybrid"),
+    ],
+)
+def test_activations_that_cannot_stay_are_refused(changed, error, why) -> None:
+    size = replace(SMALL, act_device=changed.get("act_device", 48))
+    options = {n: x for n, x in {**MODES["on-device"], **changed}.items() if n != "act_device"}
+    made = engine("opt", size=size, **options)
+    with pytest.raises(error, match=why), made:
+        pass
+
+
 def test_kvprs_split_moves_fewer_bytes_at_every_step() -> None:
     moved = {}
     for planner in ("host-kv", "host-kvpr"):
@@ -145,8 +274,9 @@ def test_prefix_in_host_memory_is_neither_recomputed_nor_loaded() -> None:
         assert asked.account.loaded_tokens == 0
 
 
-def test_contexts_cross_in_mini_batches_that_the_buffers_hold() -> None:
-    with engine("opt", rates=even_rates(), pass_blocks=12, **MODES["host-hybrid"]) as made:
+@pytest.mark.parametrize("mode", ["host-hybrid", "on-device"])
+def test_contexts_cross_in_mini_batches_that_the_buffers_hold(mode) -> None:
+    with engine("opt", rates=even_rates(), pass_blocks=12, **MODES[mode]) as made:
         handles = [submit(made, prompt(n, seed=n), 12) for n in (33, 35, 22, 37)]
         passes, compute = [], made._model.compute
         made._model.compute = lambda *rows, **how: (

@@ -96,9 +96,13 @@ def test_an_engine_offloads_loads_and_answers_as_the_model(cuda) -> None:
     assert again.account.loaded_tokens == 60
 
 
-@pytest.mark.parametrize(("planner", "share"), [("host-kvpr", 1.0), ("host-hybrid", 0.5)])
-def test_contexts_leave_the_device_and_cross_at_every_step(cuda, planner, share) -> None:
+@pytest.mark.parametrize(
+    ("planner", "share", "stay"),
+    [("host-kvpr", 1.0, 0), ("host-hybrid", 0.5, 0), ("host-hybrid", 0.5, 6)],
+)
+def test_contexts_leave_the_device_and_cross_at_every_step(cuda, planner, share, stay) -> None:
     options = {"planner": planner, "act_share": share, "keep_kv": planner == "host-kvpr"}
+    options["act_device_blocks"] = stay
     prompts = prompt(41).tolist(), prompt(66, 6).tolist()
     with engine("opt", device="cuda", rates=even_rates(), budget_tokens=24, **options) as made:
         answers = generate(made, *prompts, count=8)

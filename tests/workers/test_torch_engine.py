@@ -328,18 +328,27 @@ async def test_activations_take_their_room_from_the_same_host_memory():
     assert host_blocks(shape, 300, 0.5, keep_kv=False) == (200, 200)
 
 
+async def test_activations_on_the_device_take_no_host_memory():
+    shape = model_shape("opt-6.7b")
+    assert host_blocks(shape, 300, 0.5, keep_kv=False, on_device=60) == (220, 160)
+    assert host_blocks(shape, 300, 1.0, keep_kv=False, on_device=60) == (0, 600)
+    # More on the device than the share allows stay unused.
+    assert host_blocks(shape, 300, 0.1, keep_kv=False, on_device=600) == (300, 0)
+
+
 @pytest.mark.parametrize(
-    ("planner", "share", "refused", "weights"),
+    ("planner", "share", "refused", "weights", "on_device"),
     [
-        ("host-kvpr", 1.0, "host-hybrid", (0.0, "layers")),
-        ("host-hybrid", 0.75, "host-kv", (0.0, "layers")),
-        ("host-hybrid", 0.0, "host-kv", (0.0, "layers")),
-        ("host-kvpr", 1.0, "host-hybrid", (1.0, "layers")),
-        ("host-hybrid", 0.75, "host-kv", (0.5, "mlp")),
+        ("host-kvpr", 1.0, "host-hybrid", (0.0, "layers"), 0),
+        ("host-hybrid", 0.75, "host-kv", (0.0, "layers"), 0),
+        ("host-hybrid", 0.0, "host-kv", (0.0, "layers"), 0),
+        ("host-kvpr", 1.0, "host-hybrid", (1.0, "layers"), 0),
+        ("host-hybrid", 0.75, "host-kv", (0.5, "mlp"), 9),
+        ("host-hybrid", 0.0, "host-kv", (1.0, "layers"), 9),
     ],
 )
 async def test_engine_has_hugging_faces_logits_for_contexts_in_host(
-    tmp_path, planner, share, refused, weights
+    tmp_path, planner, share, refused, weights, on_device
 ):
     """Through the body that the decider sends, in double precision, to 1e-10."""
     model = hf.save(hf.reference("opt"), tmp_path / "opt")
@@ -349,7 +358,7 @@ async def test_engine_has_hugging_faces_logits_for_contexts_in_host(
     limits = EngineLimits(500, BLOCK, 24, 0, 256, 8, "float64")
     bench = Bench(
         tmp_path, model, shape, limits=limits, planner=planner, act_share=share, approx="never",
-        weights=weights,
+        weights=weights, act_device_blocks=on_device,
     )  # fmt: skip
     async with running(bench):
         runner, scores = bench.engine._core.engine._runner, {}
@@ -376,6 +385,8 @@ async def test_engine_has_hugging_faces_logits_for_contexts_in_host(
             assert all((row - want[stop - 1]).abs().max() <= 1e-10 for stop, row in rows.items())
         stats = bench.engine._core.runner.call(lambda engine: engine.stats()).result(20)
         assert stats.link["h2d_bytes"] > 0 and stats.preemptions == 0
+        arena = bench.engine._core.engine.arena
+        assert on_device <= arena.size.act_device and not arena.pools["act", "device"].used
         answer = await asked(bench, prompts[0], plan=refused)
         assert answer.status_code == 400 and f"no planner '{refused}' here" in answer.text
 

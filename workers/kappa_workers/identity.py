@@ -87,6 +87,7 @@ class WorkerPlan:
     kind: str = "vllm"
     planner: str = ""
     act_share: float = 0.0
+    act_device_blocks: int = 0
     # Of the layers, the share with weights in host memory, and which part of their weights.
     weights: tuple[float, Literal["layers", "attention", "mlp"]] = (0.0, "layers")
     cpu_threads: int = 0

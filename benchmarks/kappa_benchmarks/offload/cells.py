@@ -270,8 +270,11 @@ SETTINGS: dict[str, Setting] = {
         _mixed("mixture-kvpr", 1.0, DecodeCell(
             8, 256, 17, ("host-kv", "host-kvpr", *_SHARES, "share-100"))),
         _mixed("mixture-hybrid", 1.0, DecodeCell(0, 128, 17, ("host-kv", *_ALLOCATED), held=12)),
-        _mixed("weights-hybrid", 0.9, DecodeCell(
-            0, 128, 17, ("host-weights", *_ALLOCATED), held=12), weights=1.0),
+        _mixed("weights-hybrid", 0.9,
+               DecodeCell(0, 128, 17, ("host-weights", *_ALLOCATED, "hybrid-device"), held=12),
+               # What "hybrid-device" has on the device, in host memory instead.
+               DecodeCell(0, 128, 17, ("host-weights", "host-hybrid", "hybrid-75"), held=15),
+               weights=1.0),
         _weights("weights-cpu", 100e6, DecodeCell(2, 128, 9, ("host-weights", "host-cpu")),
                  cpu_threads=1),
         _weights("weights-cpu-large", 1e9, DecodeCell(32, 512, 9, ("host-weights", "host-cpu")),

@@ -4,9 +4,10 @@
 "host-cpu" leaves attention, its projections and a share of FC1 to the CPU then (paper 002).
 "host-kvpr" keeps activations beside it and splits as served, "kvpr-paper" by paper 000's Eq. 12,
 "share-N" at N %. "hybrid-N" keeps N % of the blocks as activations instead (paper 003),
-"host-hybrid" as planned, "hybrid-paper" by Algorithm 1 as printed. "cpu-*": the CPU attends to part
-of each context where it lies (paper 002): "cpu-N" to a share, "cpu-paper" by bandwidth, "cpu-ahead"
-by the predicted step. "device": nothing leaves the device, a bound. All run the engine's own loop.
+"host-hybrid" as planned, "hybrid-paper" by Algorithm 1 as printed; "hybrid-device" has a quarter as
+many bytes on the device, for activations that stay. "cpu-*": the CPU attends to part of a context
+where it lies (paper 002): "cpu-N" to a share, "cpu-paper" by bandwidth, "cpu-ahead" by the
+predicted step. "device": nothing leaves the device, a bound. All run the engine's own loop.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Way:
     planner: str
     act_share: float = 0.0
     keep_kv: bool = True
+    act_device_blocks: int = 0
     # That comes from activations where KV is there, too; None: as served.
     split: Share | None = None
     # That the CPU attends to; None: no threads for it.
@@ -104,12 +106,15 @@ class Policies:
             step_s = rates.layers * max(busy_s(times, found))
             note = f"{', '.join(found.products) or 'attention alone'}, {found.fc1_share:.0%} of FC1"
             return Way(name, cpu=lambda full: 1.0, step_s=step_s, note=note)
-        if name in ("host-hybrid", "hybrid-paper"):
+        if name in ("host-hybrid", "hybrid-paper", "hybrid-device"):
             kv_bytes = self.host_blocks() * bt * rates.kv_bytes
             allocate = allocate_paper if name == "hybrid-paper" else allocate_corrected
-            planned = planned_share(rates, bt, kv_bytes, cell.held or cell.requests, allocate)
-            note = f"{planned:.0%} activations"
-            return Way("host-hybrid", planned, keep_kv=False, note=note)
+            stay = int(self.host_blocks() / (4 * rates.activation_ratio))
+            stay = stay if name == "hybrid-device" else 0
+            batch = cell.held or cell.requests
+            planned = planned_share(rates, bt, kv_bytes, batch, allocate, stay)
+            note = f"{planned:.0%} activations" + f", {stay} blocks on the device" * bool(stay)
+            return Way("host-hybrid", planned, keep_kv=False, act_device_blocks=stay, note=note)
         if kind == "hybrid" and share >= 0:
             return Way("host-hybrid", share, keep_kv=False)
         splits: dict[str, Share] = {
@@ -136,6 +141,7 @@ class Policies:
         stored = way.planner == "auto", way.act_share, way.keep_kv, way.cpu is None
         return (
             *stored,
+            way.act_device_blocks,
             *(self.activations(way, length) for length in lengths),
             *(way.cpu(length) for length in lengths if way.cpu is not None),
         )
@@ -158,8 +164,9 @@ class Policies:
             return step_s + rates.serial_share * min(link_s, step_s)
         acts = self.activations(way, length)
         gpu_s = rates.decode_s(batch, length, acts)[1]
-        moved = full - acts + rates.activation_ratio * acts
-        link_s = 0.0 if way.planner == "auto" else rates.load.seconds(batch * moved)
+        moved = batch * (full - acts + rates.activation_ratio * acts)
+        moved -= rates.activation_ratio * min(way.act_device_blocks * self._bt, batch * acts)
+        link_s = 0.0 if way.planner == "auto" else rates.load.seconds(moved)
         link_s += rates.weights_s
         return max(link_s, gpu_s) + rates.serial_share * min(link_s, gpu_s)
 
@@ -207,8 +214,9 @@ class Policies:
         if self.cell.requests:
             return self.cell.requests
         act = int(self._whole * way.act_share + 0.5)
-        size = self._whole - act + act * self.rates.activation_ratio
-        return int(self.host_blocks() / size)
+        ratio = self.rates.activation_ratio
+        size = self._whole - act + act * ratio
+        return int((self.host_blocks() + ratio * way.act_device_blocks) / size)
 
     def options(self, way: Way) -> EngineOptions:
         """Together in one iteration, or, where memory is short, two prompts at a time."""
@@ -217,6 +225,7 @@ class Policies:
         return EngineOptions(
             budget_tokens=together * cell.prompt + batch, max_running=batch,
             scheduler="fcfs", planner=way.planner, act_share=way.act_share, keep_kv=way.keep_kv,
+            act_device_blocks=way.act_device_blocks,
         )  # fmt: skip
 
     def size(self, way: Way, ratio: float) -> ArenaSize:
@@ -236,8 +245,9 @@ class Policies:
         if not cell.requests:
             act_host = batch * int(self._whole * way.act_share + 0.5)
             kv_host = whole - act_host
-        captured = options.capture_blocks(self._bt)
-        return ArenaSize(device, kv_host, captured, act_host, block_tokens=self._bt)
+        act_host = max(act_host - way.act_device_blocks, 0)
+        act_device = options.capture_blocks(self._bt) + way.act_device_blocks
+        return ArenaSize(device, kv_host, act_device, act_host, block_tokens=self._bt)
 
 
 # Arms ---------------------------------------------------------------------------------------------

@@ -298,6 +298,7 @@ def worker_plan(
         kind=e.kind,
         planner=e.planner if e.kind == "torch" else "",
         act_share=_act_share(e, model),
+        act_device_blocks=e.act_device_blocks,
         weights=(e.weights.share if e.weights.place == "host" else 0.0, e.weights.part),
         cpu_threads=e.cpu_threads,
         cpu_room_share=e.cpu_room_share,

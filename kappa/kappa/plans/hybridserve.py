@@ -155,17 +155,21 @@ def priced(cache: HostCache, act_blocks: int) -> Allocation:
 
 def planned_share(
     rates: PlanRates, block_tokens: int, host_bytes: float, batch: int,
-    allocate: Callable[[HostCache], Allocation] = allocate_corrected,
+    allocate: Callable[[HostCache], Allocation] = allocate_corrected, device_act_blocks: int = 0,
 ) -> float:  # fmt: skip
-    """The share of host blocks to keep as activations instead of KV; 0 where these are no smaller.
+    """The share of blocks to keep as activations instead of KV; 0 where these are no smaller.
 
-    batch: requests that decode together and fill the host memory.
+    Args:
+        batch: requests that decode together and fill the host memory.
+        device_act_blocks: #ACT_GPU, which count as blocks, too, and are activations.
     """
     if rates.activation_ratio >= 1.0 or host_bytes < rates.kv_bytes * block_tokens:
         return 0.0
     context_tokens = int(host_bytes / rates.kv_bytes / batch)
-    found = allocate(host_cache(rates, block_tokens, host_bytes, batch, context_tokens))
-    return found.act_blocks / max(found.act_blocks + found.kv_blocks, 1)
+    cache = host_cache(rates, block_tokens, host_bytes, batch, context_tokens)
+    found = allocate(replace(cache, device_act_blocks=device_act_blocks))
+    act_blocks = found.act_blocks + found.device_blocks
+    return act_blocks / max(act_blocks + found.kv_blocks, 1)
 
 
 class Blocks(NamedTuple):

@@ -264,6 +264,12 @@ class EngineSettings(Section):
         description="share of stored blocks kept as activations, too; 1 unless hybrid; of planner "
         "host-hybrid: instead, and 0: as planned; torch only",
     )
+    act_device_blocks: int = Field(
+        0,
+        ge=0,
+        description="blocks of activations that stay on the device instead of crossing at every "
+        "step; of planner host-hybrid",
+    )
     weights: WeightsSection = WeightsSection()
     cpu_threads: int = Field(
         0,
@@ -369,6 +375,8 @@ class EngineSettings(Section):
         if {**kv_alone, "host-kvpr": 0 < share < 1}.get(planner):
             yield (f"act_share is {share} with planner {planner}: leave it out, since host-kv "
                    "stores no activations and host-kvpr those of every block")  # fmt: skip
+        if self.act_device_blocks and planner != "host-hybrid":
+            yield f"act_device_blocks needs planner host-hybrid, and this is {planner}"
         if planner == "cpu" and not self.cpu_threads:
             yield "planner cpu needs cpu_threads above zero: who else would attend"
         if tier in ("native", "lmcache", "stock") and not vllm:

@@ -6,7 +6,7 @@ from kappa.cost import StepModel
 from kappa.plans.decoding import activation_share
 from kappa.plans.rates import LineFit, PlanRates
 from kappa_benchmarks.offload.cells import DecodeCell, Group, PrefixCell, arena_size, setting
-from kappa_benchmarks.offload.policies import Fixed, Policies
+from kappa_benchmarks.offload.policies import Fixed, Policies, Way
 
 CELL = DecodeCell(4, 256, 17, ("host-kv", "host-kvpr"))
 SHORT = DecodeCell(12, 256, 17, ("host-kv", "hybrid-75"), held=4)
@@ -68,6 +68,22 @@ def test_a_cell_may_have_as_many_requests_as_memory_holds():
         assert size.kv_host + 0.5 * size.act_host <= 4 * 18
         assert found.options(way).max_running == batch[name]
     assert batch == {"host-kv": 4, "hybrid-50": 5, "hybrid-100": 8}
+
+
+def test_activations_on_the_device_take_no_host_memory():
+    found = policies(DecodeCell(0, 256, 17, ("host-kv", "hybrid-device"), held=4))
+    way, plain = found.way("hybrid-device"), found.way("host-hybrid")
+    size = found.size(way, 0.5)
+    # A quarter of 4 contexts of 18 blocks, in blocks of half the size.
+    assert way.act_device_blocks == found.options(way).act_device_blocks == 36
+    assert size.act_device == found.options(way).capture_blocks(16) + 36
+    assert size.kv_host + size.act_host + 36 == found.batch(way) * 18
+    assert size.kv_host + 0.5 * size.act_host <= 4 * 18
+    assert found.key(way) != found.key(plain)
+    # Four requests project longer than they load: of what does not cross, a layer's load shows.
+    four = policies()
+    steps = [four.step_s(Way("host-hybrid", 0.5, False, stay), 256) for stay in (0, 24)]
+    assert steps[0] - steps[1] == pytest.approx(24 * 16 * 0.5e-6 / 8)
 
 
 def test_equal_ways_have_equal_keys_and_others_do_not():

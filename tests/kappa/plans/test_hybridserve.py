@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from numpy.random import default_rng
 
+from kappa.cost import StepModel
 from kappa.hardware import NodeProfile
 from kappa.model_config import shape_from_config
 from kappa.plans.decoding import activation_share, split_ahead
@@ -114,6 +115,22 @@ def test_weights_that_cross_leave_time_to_project() -> None:
     # KVPR's split, planned again at each step, does the same (paper 000, column by column).
     splits = [split_ahead(each, 64, 512).share for each in (rates, crossing)]
     assert splits[0] < splits[1] <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("device", "allocate", "share"),
+    [
+        (0, allocate_corrected, 10 / 15), (4, allocate_corrected, 10 / 17),
+        (10, allocate_corrected, 10 / 20), (12, allocate_corrected, 12 / 22),
+        (4, allocate_paper, 8 / 16),
+    ],
+)  # fmt: skip
+def test_planned_share_counts_the_blocks_on_the_device(device, allocate, share) -> None:
+    """By hand: 20 bytes of host memory cross in 10 s behind weights of 10 s, in which 10 blocks of
+    2 s are projected, wherever they lie. As printed: 1 of them, then 3.8 more beside 7.6."""
+    nothing = StepModel(token_s=0.0, pair_s=0.0, weights_s=0.0, context_token_s=0.0, fixed_s=0.0)
+    rates = PlanRates("hand", 1, 2.0, 1.0, LOAD, PROJECT, nothing, weights_s=10.0)
+    assert planned_share(rates, 1, 20.0, 1, allocate, device) == pytest.approx(share)
 
 
 @pytest.mark.parametrize("allocate", [allocate_paper, allocate_corrected])

@@ -232,6 +232,7 @@ BOUNDS = [
     ("engine.lmcache.heartbeat_s", (0.001, 0), (60, 61)),
     ("engine.lmcache.retry_s", (0.001, 0), (600, 601)),
     ("engine.act_share", (0, -0.01), (1, 1.01)),
+    ("engine.act_device_blocks", (0, -1), None),
     ("engine.cpu_room_share", (0, -0.01), (1, 1.01)),
     ("engine.sparse.share", (0.001, 0), (1, 1.01)),
     ("engine.sparse.sink_tokens", (0, -1), (1024, 1025)),

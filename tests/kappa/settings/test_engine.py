@@ -86,6 +86,7 @@ DISK = {"disk_dir": "/data", "disk_bytes": 1 << 30}
         ({"planner": "host-auto", "host_bytes": 0, **TORCH}, "host-auto needs host_bytes above"),
         ({"planner": "host-kv", "act_share": 0.5, **TORCH}, "act_share is 0.5 with planner host"),
         ({"planner": "host-kvpr", "act_share": 0.5, **TORCH}, "host-kvpr those of every block"),
+        ({"act_device_blocks": 4}, "act_device_blocks needs planner host-hybrid, and this is auto"),
         ({"weights": {"share": 1.2}}, "engine.weights.share"),
         ({"weights": {"share": -0.1}}, "engine.weights.share"),
         ({"weights": {"part": "norms"}}, "'layers', 'attention' or 'mlp'"),

@@ -71,16 +71,19 @@ class TorchEngine(OwnEngine):
             planner=plan.planner,
             act_share=act_share,
             keep_kv=plan.planner != "host-hybrid",
+            act_device_blocks=plan.act_device_blocks,
             cpu_room_share=plan.cpu_room_share,
         )
         weights = self._weights(raw)
         forward = self._forward(weights, settings)
         rates = self._measured(forward)
         if to_plan:
+            on_device = plan.act_device_blocks
             act_share = planned_share(
-                rates, limits.block_tokens, limits.host_bytes, limits.max_sequences
-            )
-            log.info("act_share_planned", act_share=act_share, act_blocks_on_device=0)
+                rates, limits.block_tokens, limits.host_bytes, limits.max_sequences,
+                device_act_blocks=on_device,
+            )  # fmt: skip
+            log.info("act_share_planned", act_share=act_share, act_blocks_on_device=on_device)
             settings = replace(settings, act_share=act_share)
             forward.close()
             forward.mover.stop()
@@ -115,10 +118,11 @@ class TorchEngine(OwnEngine):
         plan, limits = self.plan, self.plan.limits
         shape, device = weights.config.shape, weights.device
         kv_host, act_host = host_blocks(
-            shape, plan.host_blocks, settings.act_share, keep_kv=settings.keep_kv
-        )
-        captured = settings.capture_blocks(limits.block_tokens)
-        size = ArenaSize(limits.device_blocks, kv_host, captured, act_host, limits.block_tokens)
+            shape, plan.host_blocks, settings.act_share, keep_kv=settings.keep_kv,
+            on_device=settings.act_device_blocks,
+        )  # fmt: skip
+        act_device = settings.capture_blocks(limits.block_tokens) + settings.act_device_blocks
+        size = ArenaSize(limits.device_blocks, kv_host, act_device, act_host, limits.block_tokens)
         arena = Arena(shape, size, dtype=weights.dtype, device=device)
         return Forward(weights, arena, mover_for(device), cpu_threads=plan.cpu_threads)
 
@@ -166,14 +170,15 @@ def given_device(
 
 
 def host_blocks(
-    shape: ModelShape, blocks: int, act_share: float, *, keep_kv: bool = True
+    shape: ModelShape, blocks: int, act_share: float, *, keep_kv: bool = True, on_device: int = 0
 ) -> tuple[int, int]:
     """Blocks of KV and of activations in the room of `blocks` blocks of KV: `act_share` of the
-    stored blocks have activations, beside their KV (`keep_kv`) or in its place."""
+    stored blocks have activations, beside their KV (`keep_kv`) or in its place; `on_device` of
+    these take no such room."""
     ratio = shape.hidden / (2 * shape.kv_heads * shape.head_dim)
     kv_share = 1.0 if keep_kv else 1.0 - act_share
-    stored = blocks / (kv_share + act_share * ratio)
-    return int(kv_share * stored), int(act_share * stored)
+    stored = (blocks + ratio * on_device) / (kv_share + act_share * ratio)
+    return min(int(kv_share * stored), blocks), max(int(act_share * stored) - on_device, 0)
 
 
 def _sparse(plan: WorkerPlan, forward: Forward, rates: PlanRates) -> SparseForward:
