@@ -81,9 +81,9 @@ def closure(start: str) -> set[str]:
 @pytest.mark.parametrize(
     ("packages", "most"),
     [
-        (PRODUCT, 48_963),  # goal: 37,000
+        (PRODUCT, 48_966),  # goal: 37,000
         (("benchmarks",), 10_998),  # goal: 9,000
-        (("tests",), 56_054),  # goal: 40,000
+        (("tests",), 56_066),  # goal: 40,000
     ],
 )
 def test_code_lines_stay_within_budget(packages, most):
