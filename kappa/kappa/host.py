@@ -55,7 +55,7 @@ EXTRAS = {
     "serve": (
         "fastapi", "gguf", "grafana_foundation_sdk", "kappa_dashboards", "kappa_engine",
         "kappa_workers", "opentelemetry", "packaging", "psutil", "pynvml", "ray", "safetensors",
-        "transformers",
+        "tokenizers", "transformers",
     ),
     "gpu": ("lmcache", "torch", "vllm"),
     "loadtest": (
