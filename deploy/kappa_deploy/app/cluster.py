@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 
 _WARM_TIMEOUT_S = 180.0
+_LOGS = "Their logs are in /tmp/ray/session_latest/logs; run with --log-level INFO to see them here"
 _POLICY_TIMEOUT_S = 30.0
 # One more than the router's calibration needs before it believes its samples.
 _WARM_ROUNDS = 7
@@ -120,10 +121,7 @@ class Cluster:
         try:
             serve.run(app, name=APP, route_prefix=None)
         except (RuntimeError, ValueError) as error:
-            raise StartError(
-                f"the engines did not start: {error}. Their logs are in /tmp/ray/session_latest/"
-                "logs; run with --log-level INFO to see them here"
-            ) from None
+            raise StartError(f"the engines did not start: {error}. {_LOGS}") from None
 
     def _warm_up(self) -> None:
         """Wait for all workers, then send each some requests.
@@ -133,17 +131,22 @@ class Cluster:
         """
         deadline = time.monotonic() + _WARM_TIMEOUT_S
         wanted = self.settings.workers
-        headers = own_headers(self.settings)
+        headers, last = own_headers(self.settings), ""
         with httpx.Client(base_url=self.url, timeout=60.0, headers=headers) as client:
             while time.monotonic() < deadline:
                 try:
-                    if client.get("/ready").json()["workers"] >= wanted:
+                    found = client.get("/ready").json()["workers"]
+                    if found >= wanted:
                         break
-                except (httpx.HTTPError, ValueError, KeyError):
-                    pass
+                    last = f"{found} did"
+                except (httpx.HTTPError, ValueError, KeyError) as error:
+                    last = repr(error)
                 time.sleep(0.5)
             else:
-                raise StartError(f"not all of {wanted} workers reported within {_WARM_TIMEOUT_S} s")
+                raise StartError(
+                    f"not all of {wanted} workers reported within {_WARM_TIMEOUT_S:g} s: "
+                    f"{last[:300]}. {_LOGS}"
+                )
             names = [one.model.id for one in self.settings.by_model() for _ in range(one.workers)]
             # A round at once: each one's reservation sends the next to another worker.
             with ThreadPoolExecutor(wanted) as pool:
