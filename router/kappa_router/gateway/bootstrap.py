@@ -52,8 +52,9 @@ _SMALL = {"google_re2": {}, "regex": "[0-9]{1,5}"}
 _BUFFER_BYTES = 256 << 10
 # Of ends that wait for a decider that starts again.
 _LOG_BYTES = 1 << 20
-# With pauses that double, half a second together.
-_QUESTIONS_MORE = 8
+# With pauses that double, two seconds together in the mean: what cannot be reached is left out by
+# Envoy's main thread, for which a busy machine lets wait.
+_QUESTIONS_MORE = 10
 _RETRY_ON = (
     "connect-failure,refused-stream,reset-before-request,retriable-headers,retriable-status-codes"
 )
@@ -248,7 +249,7 @@ def _question(spec: GatewaySpec, name: str, path: str, to_client: Json, **config
         "retry_policy": {
             "retry_on": "connect-failure,reset",
             "num_retries": _QUESTIONS_MORE,
-            "retry_back_off": {"base_interval": "0.002s", "max_interval": longest},
+            "retry_back_off": {"base_interval": "0.004s", "max_interval": longest},
             **_elsewhere(),
         },
     }
