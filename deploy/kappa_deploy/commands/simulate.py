@@ -100,11 +100,11 @@ class Options:
         """The simulation that these options ask for, without its faults.
 
         Raises:
-            ValueError: a name that is not known, a file that cannot be read, or one router told to
-                share.
+            ValueError: a name that is not known, a file that cannot be read, or one router that is
+                to share.
         """
         if self.share_s and self.routers == 1:
-            raise ValueError("--share-s: one router has nobody to tell; give --routers above 1")
+            raise ValueError("--share-s: one router shares with no other; give --routers above 1")
         where = cluster_named(self.cluster)
         if (cap_w := self.cap_w) is not None:
             nodes = (replace(n, profile=capped(n.profile, n.watts, cap_w)) for n in where.nodes)

@@ -52,8 +52,8 @@ _SMALL = {"google_re2": {}, "regex": "[0-9]{1,5}"}
 _BUFFER_BYTES = 256 << 10
 # Of ends that wait for a decider that starts again.
 _LOG_BYTES = 1 << 20
-# With pauses that double, two seconds together in the mean: what cannot be reached is left out by
-# Envoy's main thread, for which a busy machine lets wait.
+# With pauses that double, two seconds together in the mean: Envoy's main thread leaves out the
+# deciders that cannot be reached, and runs late on a busy machine.
 _QUESTIONS_MORE = 10
 _RETRY_ON = (
     "connect-failure,refused-stream,reset-before-request,retriable-headers,retriable-status-codes"
