@@ -22,6 +22,7 @@ from tests.router.front.conftest import chat
 from tests.router.front.offering import FakeServer, serving
 
 DOCKERFILES = sorted((ROOT / "deploy/docker").glob("*.Dockerfile"))
+_IGNORED = shutil.ignore_patterns("__pycache__")
 
 
 def instructions(path):
@@ -63,6 +64,7 @@ def test_image_copies_only_what_exists_and_is_let_in(dockerfile):
 def test_image_installs_by_a_lock_with_hashes(dockerfile):
     text = dockerfile.read_text()
     assert "--require-hashes --no-deps -r locks/build.lock" in text
+    assert re.search(r"^ARG BASE=.+@sha256:\w{64}$", text, re.M)[0] in DOCKERFILES[0].read_text()
     for lock in re.findall(r"(\S+\.lock)", text):
         assert (ROOT / lock.removeprefix("lock=")).is_file()
 
@@ -88,8 +90,7 @@ def played(dockerfile, root):
         elif name == "COPY" and not rest.startswith("--from"):
             source, target = rest.split()
             if (ROOT / source).is_dir():
-                ignored = shutil.ignore_patterns("__pycache__")
-                shutil.copytree(ROOT / source, here / target, ignore=ignored)
+                shutil.copytree(ROOT / source, here / target, ignore=_IGNORED)
             else:
                 (here / target).mkdir(exist_ok=True)
                 shutil.copy(ROOT / source, here / target)
@@ -103,8 +104,7 @@ def played(dockerfile, root):
 
 async def test_router_image_serves_from_what_its_steps_make():
     with tempfile.TemporaryDirectory(prefix="kappa-") as folder:  # A path in which sockets fit.
-        dockerfile = ROOT / "deploy/docker/router.Dockerfile"
-        env, command = played(dockerfile, Path(folder))
+        env, command = played(ROOT / "deploy/docker/router.Dockerfile", Path(folder))
         shutil.rmtree(Path(folder) / "src")
         shutil.rmtree(Path(folder) / "python/lib")  # The second stage has neither.
         port = free_port("127.0.0.1")
