@@ -324,20 +324,20 @@ class Forward:
     ) -> None:
         """Project keys and values of the step's activations, into the buffer; those that are on the
         device first, for they wait for no copy."""
-        step, angles = running.step, running.act_angles
+        step, hidden, angles = running.step, self.config.hidden, running.act_angles
         rows = buffer.rows[step.loaded_rows : step.first_new_row].view(step.act_tokens, -1)
-        loaded_tokens = step.act_tokens
+        crossed = step.act_tokens - (0 if step.act_here is None else len(step.act_here))
+
+        def project(a: Tensor, part: slice) -> None:
+            turned = angles and (angles[0][part], angles[1][part])
+            layers.project_kv(a, tensors, self.config, turned, rows[part])
+
         if step.act_here is not None:
-            loaded_tokens -= len(step.act_here)
-            here = self.arena.act_device[layer].view(-1, self.config.hidden)
-            a = here.index_select(0, step.act_here)
-            of = angles and (angles[0][loaded_tokens:], angles[1][loaded_tokens:])
-            layers.project_kv(a, tensors, self.config, of, rows[loaded_tokens:])
-        if not loaded_tokens:
-            return
-        if buffer.act is not None:
-            self.mover.wait(buffer.act)
-        loaded = buffer.acts[: step.loaded_act_blocks].view(-1, self.config.hidden)
-        a = loaded if step.act_rows is None else loaded.index_select(0, step.act_rows)
-        of = angles and (angles[0][:loaded_tokens], angles[1][:loaded_tokens])
-        layers.project_kv(a, tensors, self.config, of, rows[:loaded_tokens])
+            here = self.arena.act_device[layer].view(-1, hidden)
+            project(here.index_select(0, step.act_here), slice(crossed, None))
+        if crossed:
+            if buffer.act is not None:
+                self.mover.wait(buffer.act)
+            a = buffer.acts[: step.loaded_act_blocks].view(-1, hidden)
+            a = a if step.act_rows is None else a.index_select(0, step.act_rows)
+            project(a, slice(crossed))

@@ -99,8 +99,10 @@ class HostStore:
         keys, stop = sequence.keys, sequence.published
         captured = self._captured.get(sequence, {})
         done = sorted(i for i in captured if (i + 1) * self._arena.block_tokens <= tokens)
-        keep = self._memory.residents.keep
-        kept = [i for i in done if keep(sequence, i, captured[i])]
+        for index in done:
+            if self._memory.residents.keep(sequence, index, captured[index]):
+                del captured[index]
+        done = [index for index in done if index in captured]
         stays = {} if sequence.kept is None else sequence.kept.stays
         fresh = [
             index
@@ -112,9 +114,6 @@ class HostStore:
             )
         ]
         sequence.stored = max(sequence.stored, stop)
-        for index in kept:
-            del captured[index]
-            done.remove(index)
         blocks: list[int] = sequence.blocks[fresh].tolist() if fresh else []
         self._memory.device.pool.share(blocks)
         acts = [captured.pop(index) for index in done]
