@@ -204,9 +204,9 @@ async def test_pods_that_may_not_be_annotated_are_said_once(tmp_path, monkeypatc
     async with serving(FakeServer()) as (server,):
         api = FakeApi(server.port)
         api.pod("a", "h100-pcie5")
+        api.refused = "a"
         async with pooled(api, tmp_path, deletion_costs=True) as picker:
             await known(picker, 1)
-            api.down = 403
             await until(lambda: len(api.costs) > 2)
             assert capsys.readouterr().out.count("pods_not_annotated") == 1
             assert picker.live.choosable == 1
