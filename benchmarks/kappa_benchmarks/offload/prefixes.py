@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-import numpy as np
 from torch import Tensor
 
 from kappa.plans.load_plan import LoadPlan
@@ -31,7 +29,6 @@ from kappa_benchmarks.offload.cells import PrefixCell
 from kappa_benchmarks.offload.rig import LINK, Arm, Rig, Sample
 from kappa_engine.block_pool import BlockType, Ids, Place
 from kappa_engine.step import Pages, prompt_row
-from kappa_engine.transfer import Copies
 
 BASELINE = "load-layers"
 _CHUNK_TOKENS = 2_048
@@ -83,7 +80,9 @@ def prefix_arms(rig: Rig, cell: PrefixCell, prompt: Stored) -> tuple[list[Arm], 
     splits, left_out = _splits(rig, cell, costs)
     plans = {name: plan_of(costs, split) for name, split in splits.items()}
     plans["auto"] = choose(costs, block_tokens=rig.block_tokens)
-    copies = _copies(rig, prompt)
+    blocks = prompt.cached // rig.block_tokens
+    host, device = (prompt.pages.column("kv", place)[:blocks] for place in ("host", "device"))
+    copies = rig.arena.copies("kv", "device", device.tolist(), host.tolist())
     alone_s = rig.rates.load.seconds(prompt.cached)
     behind = prompt_row(prompt.tokens, prompt.pages, start=prompt.cached)
 
@@ -139,18 +138,3 @@ def _first_token(rig: Rig, compute: Callable[[], Tensor]) -> Callable[[], Sample
         return replace(sample, tokens=tuple(found))
 
     return run
-
-
-def _copies(rig: Rig, prompt: Stored) -> Copies:
-    """Copies of the prefix's blocks, layer by layer, in runs of neighbours in both places."""
-    blocks = prompt.cached // rig.block_tokens
-    host = prompt.pages.column("kv", "host")[:blocks]
-    device = prompt.pages.column("kv", "device")[:blocks]
-    cut = np.flatnonzero((np.diff(host) != 1) | (np.diff(device) != 1)) + 1
-    ends = [0, *cut.tolist(), blocks]
-    pairs = [(int(device[a]), int(host[a]), b - a) for a, b in pairwise(ends)]
-    return [
-        (rig.arena.kv_device[i, t : t + n], rig.arena.kv_host[i, s : s + n])
-        for i in range(rig.config.layers)
-        for t, s, n in pairs
-    ]
