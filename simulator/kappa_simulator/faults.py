@@ -11,15 +11,12 @@ import numpy as np
 from kappa.cost import StepModel
 from kappa.hardware import NodeProfile
 
-Resource = Literal[
-    "link", "compute", "token", "pair", "weights", "context_token", "fixed", "load_fixed",
-]  # fmt: skip
+Resource = Literal["link", "compute"]
 TransientKind = Literal[
     "slow_link", "loads_fail", "events_lost", "events_repeated", "events_reordered",
     "worker_clock", "router_clock",
 ]  # fmt: skip
-# Those that random faults draw from.
-RESOURCES: tuple[Resource, ...] = ("link", "compute")
+RESOURCES: tuple[Resource, ...] = get_args(Resource)
 KINDS: tuple[str, ...] = ("killed", "stalled", "misprofiled", *get_args(TransientKind))
 _STALL_FACTOR = 50.0
 _SLOW_LINK_FACTOR = 10.0
@@ -50,7 +47,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Misprofile:
-    """A node that announces `factor` times its true rate of a resource, or of one constant."""
+    """A node that announces `factor` times its true rate of a resource."""
 
     node: int
     resource: Resource
@@ -144,14 +141,9 @@ def announced(
         if fault.resource == "link":
             rate = profile.h2d_bytes_per_s * fault.factor
             profile = replace(profile, h2d_bytes_per_s=rate)
-        elif fault.resource == "load_fixed":
-            profile = replace(profile, load_fixed_s=profile.load_fixed_s / fault.factor)
-        elif fault.resource == "compute":
+        else:
             profile = replace(profile, flops_per_s=profile.flops_per_s * fault.factor)
             step = step.computing_scaled(1.0 / fault.factor)
-        else:
-            name = f"{fault.resource}_s"
-            step = replace(step, **{name: getattr(step, name) / fault.factor})
     return profile, step
 
 
