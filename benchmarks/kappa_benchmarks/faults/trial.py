@@ -63,7 +63,6 @@ class Evaluation:
     start_s: float | None = None
     reservations: int = 0
     orphans: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
     @property
     def kept(self) -> bool:
