@@ -143,16 +143,9 @@ def traffic_of(
     start_s, order = requests[0].arrival_s, list[int]()
     for chain in chains:
         rows = [requests[k] for k in chain]
-        traffic.first_s.append(rows[0].arrival_s - start_s)
-        traffic.base.append(len(order))
-        traffic.ids.append(rows[0].conversation)
-        traffic.tenants.append("")
-        turns = (_turn(rows, i, block_tokens, number) for i, number in enumerate(chain))
-        traffic.turns.append(tuple(turns))
+        turns = [_turn(rows, i, block_tokens, number) for i, number in enumerate(chain)]
+        traffic.add(rows[0].arrival_s - start_s, turns, rows[0].conversation)
         order += chain
-    traffic.planned_s = np.array([requests[k].arrival_s - start_s for k in order])
-    traffic.prompt_tokens = np.array([requests[k].prompt_tokens for k in order])
-    traffic.output_tokens = np.array([requests[k].output_tokens for k in order])
     return traffic, order
 
 

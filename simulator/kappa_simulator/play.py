@@ -59,9 +59,7 @@ class Play:
         self._tries: dict[int, int] = {}
         self._rng = np.random.default_rng((seed, 5))
         self._reported = [(-1, 0, 0, 0)] * len(models)
-        self._session_of = np.repeat(
-            np.arange(len(traffic.turns)), [len(turns) for turns in traffic.turns]
-        ).tolist()
+        self._session_of = traffic.session.tolist()
         self.nodes = self._make_nodes(models)
         self.fetches = PeerFetches(self._loop, self.nodes)
         # Of a client that sets one limit for all its requests.

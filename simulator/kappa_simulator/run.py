@@ -253,7 +253,6 @@ def _outcome(config: SimulationConfig, policy: str, traffic: Traffic, play: Play
     idle = median_node([idle_ttft_s(s, traffic.reuse_tokens, new) for s in kinds], counts)
     tpot = median_node([idle_tpot_s(s, prompts, outputs) for s in kinds], counts)
     allowed = limits(idle, tpot)
-    sessions = np.repeat(np.arange(len(traffic.turns)), [len(turns) for turns in traffic.turns])
     ttft_s, tpot_s = np.array(play.ttft_s), np.array(play.tpot_s)
     cached, new_tokens = np.array(play.cached_tokens), np.array(play.new_tokens)
     nodes = np.array(play.node, dtype=np.int64)
@@ -271,7 +270,7 @@ def _outcome(config: SimulationConfig, policy: str, traffic: Traffic, play: Play
         new_tokens=new_tokens.astype(np.int64),
         prompt_tokens=prompts,
         output_tokens=outputs,
-        session=sessions,
+        session=traffic.session,
         measured=traffic.measured,
         met=allowed.met(np.where(np.isnan(e2e_s), np.nan, ttft_s), tpot_s),
         idle_ttft_s=idle,

@@ -74,9 +74,10 @@ class Traffic:
     """The requests of a run, numbered session by session, turn by turn.
 
     first_s: when each session's first request comes; turns: its requests; base: the number of the
-    first; ids, tenants: its names. turns_done: turns it had before the run.
-    Per request: planned_s, when it would come if nobody queued; measured; reuse_tokens, leading
-    tokens that an earlier request of the run (or the warm caches) left behind somewhere.
+    first; ids, tenants: its names.
+    Per request of a planned run: planned_s, when it would come if nobody queued; measured;
+    reuse_tokens, leading tokens that an earlier request of the run (or the warm caches) left behind
+    somewhere.
     warm: prefixes that host tiers hold at the start, least recently used first. clients: whose
     requests they are.
     """
@@ -93,12 +94,33 @@ class Traffic:
     planned_s: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     measured: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
     reuse_tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    prompt_tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    output_tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def add(self, first_s: float, turns: Sequence[TurnShape], id: str, tenant: str = "") -> None:
+        """Add a session, its requests numbered after those before."""
+        self.base.append(self.requests)
+        self.first_s.append(first_s)
+        self.turns.append(tuple(turns))
+        self.ids.append(id)
+        self.tenants.append(tenant)
 
     @property
     def requests(self) -> int:
-        return len(self.planned_s)
+        return self.base[-1] + len(self.turns[-1]) if self.base else 0
+
+    @property
+    def session(self) -> NDArray[np.int64]:
+        """The number of each request's session."""
+        return np.repeat(np.arange(len(self.turns)), [len(turns) for turns in self.turns])
+
+    @property
+    def prompt_tokens(self) -> NDArray[np.int64]:
+        every = chain.from_iterable(self.turns)
+        return np.fromiter((turn.input_tokens for turn in every), np.int64)
+
+    @property
+    def output_tokens(self) -> NDArray[np.int64]:
+        every = chain.from_iterable(self.turns)
+        return np.fromiter((turn.output_tokens for turn in every), np.int64)
 
 
 def build_traffic(
@@ -200,8 +222,6 @@ def _fill(
     documents: list[Ids] = []
     times: list[float] = []
     reuse: list[int] = []
-    prompts: list[int] = []
-    outputs: list[int] = []
     at = 0
     for (session, known, _, done), planned_s in zip(found, planned, strict=True):
         mine = int(chosen[at : at + len(planned_s)].sum())
@@ -221,11 +241,7 @@ def _fill(
             documents.append(first[: known.document_blocks])
             held = max(held, known.document_blocks)
         seen.update(first[: known.shared_blocks].tolist())
-        traffic.base.append(len(times))
-        traffic.first_s.append(planned_s[0])
-        traffic.turns.append(turns)
-        traffic.ids.append(session.id)
-        traffic.tenants.append(session.tenant)
+        traffic.add(planned_s[0], turns, session.id, session.tenant)
         times += planned_s[:mine]
         for number, turn in enumerate(turns):
             blocks = held
@@ -235,14 +251,10 @@ def _fill(
                 blocks = longest_left(turns[:number], turn)
             usable = (turn.input_tokens - 1) // size
             reuse.append(min(blocks, usable) * size)
-            prompts.append(turn.input_tokens)
-            outputs.append(turn.output_tokens)
     # Sessions that come later were used longest ago; those under way most recently.
     traffic.warm = [*reversed(documents), *histories]
     traffic.planned_s = np.array(times)
     traffic.reuse_tokens = np.array(reuse, dtype=np.int64)
-    traffic.prompt_tokens = np.array(prompts, dtype=np.int64)
-    traffic.output_tokens = np.array(outputs, dtype=np.int64)
 
 
 def _history(session: SessionShape, done: int) -> Ids:

@@ -52,8 +52,8 @@ def test_interleaved_conversations_stand_one_after_the_other():
     names = ["a", "b", "a", "b"]
     rows = [request(n, float(k), k + 0.5) for k, n in enumerate(names)]
     traffic, order = cf.traffic_of(rows, SIZE)
-    assert order == [0, 2, 1, 3] and traffic.base == [0, 2]
-    assert traffic.planned_s.tolist() == [0.0, 2.0, 1.0, 3.0]
+    assert order == [0, 2, 1, 3] and traffic.base == [0, 2] and traffic.first_s == [0.0, 1.0]
+    assert traffic.session.tolist() == [0, 0, 1, 1]
 
 
 def test_answer_leaves_the_blocks_that_begin_the_next_prompt():

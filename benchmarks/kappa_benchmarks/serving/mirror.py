@@ -241,23 +241,12 @@ def _traffic(
     size = mirror.models[0].block_tokens
     sessions = tuple(script.shape(size) for script in scripts)
     traffic = Traffic(Workload("validate", size, sessions, ""), 0.0)
-    prompts: list[int] = []
-    outputs: list[int] = []
     for script, session in zip(scripts, sessions, strict=True):
         drawn_s = rng.normal(0.0, overhead.jitter_s, len(session.turns))
         jitter_s = drawn_s.clip(-overhead.before_s, 3 * overhead.jitter_s).tolist()
-        turns = tuple(
+        turns = [
             replace(turn, after_s=max(turn.after_s + overhead.total_s + extra_s, 0.0))
             for turn, extra_s in zip(session.turns, jitter_s, strict=True)
-        )
-        traffic.base.append(len(prompts))
-        traffic.first_s.append(script.start_s + overhead.before_s + jitter_s[0])
-        traffic.turns.append(turns)
-        traffic.ids.append(session.id)
-        traffic.tenants.append("")
-        prompts += [turn.input_tokens for turn in turns]
-        outputs += [turn.output_tokens for turn in turns]
-    traffic.planned_s = np.zeros(len(prompts))
-    traffic.prompt_tokens = np.array(prompts, dtype=np.int64)
-    traffic.output_tokens = np.array(outputs, dtype=np.int64)
+        ]
+        traffic.add(script.start_s + overhead.before_s + jitter_s[0], turns, session.id)
     return traffic
