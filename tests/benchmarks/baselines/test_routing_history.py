@@ -53,7 +53,7 @@ def test_a_history_agrees_with_a_linear_one(seed):
             history.left(gone)
             linear.sent[gone] = set()
         history.roster.read(estimates)
-        sizes = [history.size(bit) for bit in history.roster.bits]
+        sizes = [history.tree.size(bit) for bit in history.roster.bits]
         assert sizes == [len(linear.sent[worker]) for worker in WORKERS]
         assert history.tree.blocks == len(set().union(*linear.sent.values()))
 
@@ -98,9 +98,9 @@ def test_what_trimming_leaves_is_whole_prefixes(seed):
         history.routed(offer(random_prompt(rng)), rng.randrange(3))
     history.match(offer("a"))
     bit = history.roster.bits[0]
-    before = history.size(bit)
+    before = history.tree.size(bit)
     history.trim(bit, before // 2)
-    assert history.size(bit) <= before // 2
+    assert history.tree.size(bit) <= before // 2
     for run in history.tree.runs.values():
         if bit in run.marks and run.parent is not None:
             assert bit in run.parent.marks

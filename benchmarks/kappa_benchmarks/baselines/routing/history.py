@@ -14,7 +14,8 @@ from kappa_router.decision import Estimates
 
 
 class RouteHistory:
-    """Prefixes sent to each worker, the marks of the tree being when (least recent goes first)."""
+    """Prefixes sent to each worker, the marks of the tree being when (least recent goes first); a
+    worker's size in the tree is of what it was sent and not evicted, shared prefixes once."""
 
     def __init__(self) -> None:
         self.tree = RunTree()
@@ -46,15 +47,6 @@ class RouteHistory:
         runs.append(tree.append(last, hashes, depth, first=bit))
         tree.mark(runs[-1], bit, self._tick)
         return runs
-
-    def bit(self, estimates: Estimates, index: int) -> int:
-        """Number of the worker of row `index`."""
-        self.roster.read(estimates)
-        return self.roster.bits[index]
-
-    def size(self, bit: int) -> int:
-        """Blocks sent to a worker and not evicted, shared prefixes once."""
-        return self.tree.size(bit)
 
     def trim(self, bit: int, blocks: float) -> None:
         """Evict a worker's least recent leaves until it has at most `blocks`."""

@@ -42,6 +42,6 @@ class RayPrefix(ByHistory):
             holders, blocks = sent, matched
         if blocks * estimates.block_tokens >= self.match_rate_threshold * estimates.prompt_tokens:
             return Choice(first_least(roster.rows(holders), queue), "prefix_match")
-        sizes = [self._history.size(bit) for bit in roster.bits]
+        sizes = [self._history.tree.size(bit) for bit in roster.bits]
         rows = [row for row, size in enumerate(sizes) if size == min(sizes)]
         return Choice(first_least(rows, queue), "smallest_tree")

@@ -55,7 +55,7 @@ class SglangCacheAware(ByHistory):
 
     def routed(self, estimates: Estimates, index: int, request_id: str = "") -> None:
         super().routed(estimates, index, request_id)
-        bit = self._history.bit(estimates, index)
+        bit = self._history.roster.bits[index]
         most = self.max_tree_tokens / estimates.block_tokens
-        if self._history.size(bit) > _SLACK * most:
+        if self._history.tree.size(bit) > _SLACK * most:
             self._history.trim(bit, most)
