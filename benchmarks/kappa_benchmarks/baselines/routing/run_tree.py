@@ -8,6 +8,7 @@ that a set of them is one integer.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from kappa_router.decision import Estimates
@@ -127,14 +128,7 @@ def _agreement(run: UInt64s, hashes: UInt64s, depth: int) -> int:
     count = min(len(run), len(hashes) - depth)
     if known(count - 1) == asked(depth + count - 1):
         return count
-    low, high = 1, count - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if known(middle - 1) == asked(depth + middle - 1):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_left(range(count), True, 1, key=lambda at: known(at) != asked(depth + at))
 
 
 def longest_of_each(path: Path, among: int) -> Iterator[tuple[int, int]]:
