@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections import Counter
 from collections.abc import Collection
@@ -39,9 +38,3 @@ def cpu_by_role(pid: int | None = None, without: Collection[int] = ()) -> Counte
             used = process.cpu_times()
             found[role_of(" ".join(process.cmdline()))] += used.user + used.system
     return found
-
-
-def own_cpu_s() -> float:
-    """CPU seconds of this process so far."""
-    used = os.times()
-    return used.user + used.system
