@@ -17,12 +17,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
-import numpy as np
 import typer
 import yaml
 from rich.console import Console
@@ -31,13 +31,16 @@ from kappa.host import free_port
 from kappa.settings.front import load_front_settings
 from kappa_benchmarks.harness import Json, names, note, publish, quantile, result, spread, table
 from kappa_benchmarks.harness import usage_errors as faults
+from kappa_benchmarks.serving.client import served_model
 from kappa_deploy.commands.route_report import facts_of
 from kappa_loadtest.client import Endpoint, EndpointSettings, Prepared
 from kappa_loadtest.run_folder import RequestRecord
 from kappa_router.rollout_journal import read_journal
 from kappa_workload.catalogue import workload_named
+from kappa_workload.prompts import prompt_tokens
 from kappa_workload.replay import expand
-from kappa_workload.shapes import TurnShape, Workload
+from kappa_workload.scaling import scaled
+from kappa_workload.shapes import SessionShape, TurnShape, Workload
 
 ARMS = ("round-robin", "least-connections", "prefix-hash", "on")
 # Of the emulated servers: microseconds of the link for a token, and the catalogue's node that it is
@@ -66,9 +69,9 @@ class RouteLoad:
     output: int
     # Multiple of the recorded pauses.
     pause: float
-    # Tokens; a longer prompt ends its conversation.
+    # Tokens of the trace; a longer prompt ends its conversation.
     most: int
-    # Divides the trace's tokens, for a real model; 0: emulated servers get texts.
+    # By which the workload is scaled, for a real model; 0: emulated servers get texts.
     shrink: int = 0
 
 
@@ -79,33 +82,20 @@ def prompt_of(turn: TurnShape, block_tokens: int) -> str:
     return blocks + f"{turn.input_tokens:04x}" * rest
 
 
-def ids_of(turn: TurnShape, block_tokens: int, shrink: int, salt: int) -> np.ndarray:
-    """`prompt_of` as token ids of a real model, divided by `shrink`; other ids for each salt."""
-    size = block_tokens // shrink
-    total = max(turn.input_tokens // shrink, 1)
-    parts = [_drawn(size, salt, block) for block in turn.blocks.tolist()]
-    parts.append(_drawn(total, salt, turn.input_tokens))
-    return np.concatenate(parts)[:total]
-
-
-def _drawn(count: int, *key: int) -> np.ndarray:
-    # Below are the special tokens of most vocabularies, and above some end.
-    return np.random.default_rng(key).integers(1000, 16_000, count)
-
-
 async def play(url: str, load: RouteLoad, workload: Workload, seed: int) -> list[RequestRecord]:
     """Agents go through conversations, each waiting for its answer; the same ones for a seed."""
     left, sessions = itertools.count(), enumerate(expand(workload, seed))
     begun_s = time.monotonic()
     records: list[RequestRecord] = []
-    model = _model_of(url) if load.shrink else "emulated"
+    model = served_model(url) if load.shrink else "emulated"
     settings = EndpointSettings(url, model, timeout_s=600.0, ignore_eos=bool(load.shrink))
     salt = secrets.randbits(32)  # No run finds its prompts in caches that earlier runs filled.
 
-    def prepared(turn: TurnShape, session: int) -> Prepared:
+    def prepared(session: int, shape: SessionShape, turn: int) -> Prepared:
+        size = workload.block_tokens
         if not load.shrink:
-            return settings.prepare(prompt_of(turn, workload.block_tokens), load.output)
-        made = settings.prepare(ids_of(turn, workload.block_tokens, load.shrink, salt), load.output)
+            return settings.prepare(prompt_of(shape.turns[turn], size), load.output)
+        made = settings.prepare(prompt_tokens(shape, turn, size, salt=salt), load.output)
         # Short prompts that grow do not begin alike as far as a balancer looks: name the talk.
         named = f',"user":"{salt:x}-{session}"}}'.encode()
         return Prepared(made.path, made.body.removesuffix(b"}") + named)
@@ -113,23 +103,19 @@ async def play(url: str, load: RouteLoad, workload: Workload, seed: int) -> list
     async def agent(endpoint: Endpoint, number: int) -> None:
         await asyncio.sleep(number * 0.4)
         for session, shape in sessions:
-            for turn in shape.turns:
-                if turn.input_tokens > load.most:
+            for place, turn in enumerate(shape.turns):
+                if turn.input_tokens * (load.shrink or 1) > load.most:
                     break
                 await asyncio.sleep(min(turn.after_s, 10.0) * load.pause)
                 if next(left) >= load.requests:
                     return
                 record = RequestRecord(f"{session}", 0)
                 records.append(record)
-                await endpoint.send(prepared(turn, session), record)
+                await endpoint.send(prepared(session, shape, place), record)
 
     async with Endpoint(settings, lambda: time.monotonic() - begun_s) as endpoint:
         await asyncio.gather(*(agent(endpoint, number) for number in range(load.agents)))
     return records
-
-
-def _model_of(url: str) -> str:
-    return str(httpx.get(f"{url}/v1/models", timeout=10.0).json()["data"][0]["id"])
 
 
 @contextlib.contextmanager
@@ -255,8 +241,7 @@ def route(
     with faults():
         chosen, workload = names(arms, ARMS, "--arms"), workload_named(trace)
         given = _checked(real) if real else {}
-        if real and workload.block_tokens % shrink:
-            raise ValueError(f"--shrink {shrink}: give a divisor of {workload.block_tokens}")
+        workload = scaled(workload, Fraction(1, shrink)) if real else workload
     load = RouteLoad(requests, agents, output, pause, most, shrink if real else 0)
     rows = []
     with tempfile.TemporaryDirectory() as name:

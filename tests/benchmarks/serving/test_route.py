@@ -10,7 +10,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from kappa.settings.base import SettingsError
 from kappa_benchmarks.serving import route
-from kappa_benchmarks.serving.route import RouteLoad, _checked, _summary, ids_of, play, prompt_of
+from kappa_benchmarks.serving.route import RouteLoad, _checked, _summary, play, prompt_of
 from kappa_benchmarks.serving.route_backend import (
     BLOCK_BYTES,
     EmulatedEngine,
@@ -21,6 +21,7 @@ from kappa_benchmarks.serving.route_backend import (
 )
 from kappa_benchmarks.serving.route_proxy import ProxyLoad, loads_of, losses, send, ttft_s
 from kappa_loadtest.run_folder import RequestRecord
+from kappa_workload.scaling import scaled
 from kappa_workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
 
 FAST = EmulatedLaw(token_s=1e-7, pair_s=0, decode_s=0, step_s=1e-4, load_s=0, load_token_s=0)
@@ -65,14 +66,6 @@ def test_prompts_share_their_beginning_as_far_as_their_blocks():
     assert (len(short), len(long)) == (800, 2000)
     assert long[: 3 * BLOCK_BYTES] == short[: 3 * BLOCK_BYTES]
     assert prompt_of(turn(200, "other"), 64)[:BLOCK_BYTES] != short[:BLOCK_BYTES]
-
-
-def test_ids_share_their_beginning_by_blocks_and_salt():
-    short, long = (ids_of(turn(tokens), 64, 16, salt=7) for tokens in (200, 500))
-    assert (len(short), len(long)) == (12, 31)  # 200 and 500 tokens over 16
-    assert short.tolist()[:12] == long.tolist()[:12] and len(set(long.tolist())) > 20
-    assert ids_of(turn(200, "other"), 64, 16, salt=7)[0] != short[0]
-    assert ids_of(turn(200), 64, 16, salt=8)[0] != short[0]
 
 
 def test_a_file_of_servers_is_read_and_a_bad_one_is_refused(tmp_path):
@@ -154,12 +147,13 @@ async def test_real_servers_get_ids_and_the_name_of_the_conversation(monkeypatch
 
     app = web.Application()
     app.add_routes([web.post("/v1/completions", completions)])
-    monkeypatch.setattr(route, "_model_of", lambda url: "small")
+    monkeypatch.setattr(route, "served_model", lambda url: "small")
     turns = tuple(turn(100 + 64 * k) for k in range(3))
     workload = Workload("made up", 64, (SessionShape("s", turns),), "made up")
     load = RouteLoad(requests=6, agents=1, output=2, pause=0.0, most=10_000, shrink=16)
     async with TestServer(app) as one:
-        await asyncio.wait_for(play(str(one.make_url("/")), load, workload, 0), 60)
+        small = scaled(workload, 1 / 16)
+        await asyncio.wait_for(play(str(one.make_url("/")), load, small, 0), 60)
     assert [len(body["prompt"]) for body in bodies[:3]] == [6, 10, 14]  # 100, 164, 228 over 16
     assert {body["model"] for body in bodies} == {"small"} and bodies[0]["ignore_eos"]
     assert [body["user"] for body in bodies[:3]] == [bodies[0]["user"]] * 3
