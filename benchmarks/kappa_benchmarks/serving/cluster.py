@@ -14,16 +14,14 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from kappa.host import die_with_parent, free_port
 from kappa.settings.cluster import ClusterSettings
+from kappa_benchmarks.serving.processes import until_served
 from kappa_benchmarks.serving.stock import DIRECT_ENV, engine_limits
 from kappa_deploy.app.cluster import Cluster
 from kappa_deploy.app.errors import StartError
@@ -96,7 +94,10 @@ class BenchCluster(Cluster):
                 child.stdin.write(self.settings.model_dump_json().encode() + b"\n")
                 child.stdin.flush()
             self.urls[name] = f"http://127.0.0.1:{port}"
-            self._until_answered(name)
+            try:
+                until_served(f"{self.urls[name]}/v1/models", _START_S, self.children[name])
+            except TimeoutError as error:
+                raise StartError(f"{name}: {error}") from None
 
     def _start_vllm(self, model: Model, port: int) -> subprocess.Popen[bytes]:
         """Plain `vllm serve` with the engine's limits."""
@@ -117,15 +118,6 @@ class BenchCluster(Cluster):
             "--port", str(port), "--disable-uvicorn-access-log", *flags,
         ]  # fmt: skip
         return _child(command, ({} if pool.placement.gpus else CPU_ENV) | {"VLLM_PLUGINS": ""})
-
-    def _until_answered(self, name: str) -> None:
-        url, until_s = f"{self.urls[name]}/v1/models", time.monotonic() + _START_S
-        while time.monotonic() < until_s and self.children[name].poll() is None:
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(url, timeout=10.0).status_code == 200:
-                    return
-            time.sleep(0.5)
-        raise StartError(f"{name}: {url} was not answered within {_START_S:g} s, or it ended")
 
     def stop(self) -> None:
         """As `Cluster.stop`; the other systems end first."""

@@ -6,14 +6,12 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
-
 from kappa.host import free_ports
+from kappa_benchmarks.serving.processes import until_served
 from kappa_router.gateway.clusters import TYPES, Json, extension
 from kappa_router.gateway.ext_proc import SERVICE
 from kappa_router.gateway.process import find_envoy
@@ -146,17 +144,7 @@ def gateway(
     command = (str(find_envoy()), "-c", str(file), "--concurrency", "1", "--disable-hot-restart")
     with subprocess.Popen([*command, "-l", "error"]) as running:
         try:
-            until_s = time.monotonic() + _START_S
-            while not _answers(f"http://{_HOST}:{ports[1]}/ready"):
-                if time.monotonic() > until_s or running.poll() is not None:
-                    raise TimeoutError(f"Envoy was not ready within {_START_S:g} s")
-                time.sleep(0.05)
+            until_served(f"http://{_HOST}:{ports[1]}/ready", _START_S, running)
             yield f"http://{_HOST}:{ports[0]}", running.pid
         finally:
             running.kill()
-
-
-def _answers(url: str) -> bool:
-    with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(url).status_code == 200
-    return False

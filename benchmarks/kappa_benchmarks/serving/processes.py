@@ -1,12 +1,16 @@
-"""CPU seconds of the processes that a command started, by their roles."""
+"""Processes that a command started: when they serve, and CPU seconds by their roles."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+import subprocess
+import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
+import httpx
 import psutil
 
 # By a pattern in a process' title or command; the first that fits.
@@ -38,3 +42,22 @@ def cpu_by_role(pid: int | None = None, without: Collection[int] = ()) -> Counte
             used = process.cpu_times()
             found[role_of(" ".join(process.cmdline()))] += used.user + used.system
     return found
+
+
+def until_served(
+    url: str, limit_s: float, by: subprocess.Popen[Any] | None = None,
+    good: Callable[[httpx.Response], bool] = lambda _: True,
+) -> None:  # fmt: skip
+    """Wait until `url` answers 200, and what is `good`.
+
+    Raises:
+        TimeoutError: it did not in time, or the process that should serve it has ended.
+    """
+    until_s = time.monotonic() + limit_s
+    while time.monotonic() < until_s and (by is None or by.poll() is None):
+        with contextlib.suppress(httpx.HTTPError, ValueError):
+            answer = httpx.get(url, timeout=10.0)
+            if answer.status_code == 200 and good(answer):
+                return
+        time.sleep(0.2)
+    raise TimeoutError(f"{url} was not answered within {limit_s:g} s, or its process ended")

@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
 import yaml
 from rich.console import Console
@@ -32,6 +31,7 @@ from kappa.settings.front import load_front_settings
 from kappa_benchmarks.harness import Json, names, note, publish, quantile, result, spread, table
 from kappa_benchmarks.harness import usage_errors as faults
 from kappa_benchmarks.serving.client import served_model
+from kappa_benchmarks.serving.processes import until_served
 from kappa_deploy.commands.route_report import facts_of
 from kappa_loadtest.client import Endpoint, EndpointSettings, Prepared
 from kappa_loadtest.run_folder import RequestRecord
@@ -136,14 +136,10 @@ def process(*command: str, log: Path, kill: bool = False) -> Iterator[int]:
 
 def ready(url: str, workers: int = 0) -> None:
     """Wait until a server answers, and knows `workers` workers; TimeoutError if it does not."""
-    path = "/ready" if workers else "/health"
-    for _ in range(int(_START_S / 0.2)):
-        with contextlib.suppress(httpx.HTTPError, ValueError):
-            answer = httpx.get(url + path, timeout=5.0)
-            if answer.status_code == 200 and (not workers or answer.json()["workers"] >= workers):
-                return
-        time.sleep(0.2)
-    raise TimeoutError(f"{url} was not ready within {_START_S:g} s")
+    if workers:
+        until_served(f"{url}/ready", _START_S, good=lambda a: a.json()["workers"] >= workers)
+    else:
+        until_served(f"{url}/health", _START_S)
 
 
 @contextlib.contextmanager
