@@ -20,8 +20,7 @@ from kappa_workload.reading import (
     ReadAs,
     TokenCounter,
     WorkloadError,
-    json_items,
-    json_lines,
+    json_records,
     read_table,
     refuse_repeated,
 )
@@ -78,19 +77,25 @@ class _Annotation(msgspec.Struct):
     dialogue_break: Annotated[list[str], msgspec.Meta(min_length=1)]
 
 
-class _Item(msgspec.Struct):
-    """A report page and the dialogue on it, as ConvFinQA writes them."""
+class ReportPage(msgspec.Struct):
+    """A page of a report as FinQA and ConvFinQA write it."""
 
-    id: str
-    table: list[list[Any]]
-    annotation: _Annotation
     pre_text: list[str]
     post_text: list[str]
+    table: list[list[Any]]
 
     @property
     def text(self) -> str:
+        """What stands before its table, the table, what stands behind."""
         table = [" | ".join(map(str, row)) for row in self.table]
         return "\n".join([*self.pre_text, *table, *self.post_text])
+
+
+class _Item(ReportPage):
+    """A report page and the dialogue on it, as ConvFinQA writes them."""
+
+    id: str
+    annotation: _Annotation
 
     def prompt(self, turn: int) -> str:
         """The page, and the questions up to the turn's."""
@@ -104,8 +109,7 @@ def read_convfinqa(path: Path, how: ReadAs = DEFAULT) -> Workload:
     A session is one page and the dialogue on it. Each prompt is the page and the questions so far,
     and so extends the one before. Prompts hold no answers, since the test set has none.
     """
-    read = json_lines if path.name.endswith((".jsonl", ".jsonl.gz")) else json_items
-    pages = [page for _, page in read(path, _Item)]
+    pages = [page for _, page in json_records(path, _Item)]
     if not pages:
         raise WorkloadError(f"{path}: holds no questions")
     block_tokens, rng = how.blocks(PAGE_BLOCK_TOKENS), np.random.default_rng(how.seed)

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from kappa_workload.documents import BLOCK_TOKENS, Question, document_sessions
+from kappa_workload.finqa import ReportPage
 from kappa_workload.narrativeqa import answer_tokens
 from kappa_workload.prompts import filler
 from kappa_workload.reading import (
@@ -31,8 +32,7 @@ from kappa_workload.reading import (
     at,
     csv_records,
     estimated_tokens,
-    json_items,
-    json_lines,
+    json_records,
     required_fields,
     table_records,
 )
@@ -45,12 +45,6 @@ Asked = tuple[str, str, list[tuple[str, list[str]]]]
 def _by_text(text: str) -> str:
     """The key of a document that has no name: equal texts are one document."""
     return f"{int(key_of('document', text)):016x}"
-
-
-def _page(record: Any) -> str:
-    """The text of a report page: what stands before its table, the table, what stands behind."""
-    table = [" | ".join(map(str, row)) for row in record.table]
-    return "\n".join([*record.pre_text, *table, *record.post_text])
 
 
 class _Text(msgspec.Struct):
@@ -86,15 +80,12 @@ class _PageQuestion(msgspec.Struct):
     answer: Any = ""
 
 
-class _FinQa(msgspec.Struct):
+class _FinQa(ReportPage):
     filename: str
-    pre_text: list[str]
-    post_text: list[str]
-    table: list[list[Any]]
     qa: _PageQuestion
 
     def asked(self) -> Asked:
-        return self.filename, _page(self), [(self.qa.question, [str(self.qa.answer)])]
+        return self.filename, self.text, [(self.qa.question, [str(self.qa.answer)])]
 
 
 class _LongBench(msgspec.Struct):
@@ -212,8 +203,7 @@ def read_published(paths: Sequence[Path], form: Format, how: ReadAs) -> Workload
 def _records(path: Path, kind: type) -> Iterator[tuple[str, Any]]:
     if path.suffix == ".parquet":
         return table_records(path, kind)
-    lines = path.name.endswith((".jsonl", ".jsonl.gz"))
-    return json_lines(path, kind) if lines else json_items(path, kind)
+    return json_records(path, kind)
 
 
 def _question(key: str, tokens: int, asked: tuple[str, list[str]], how: ReadAs) -> Question:

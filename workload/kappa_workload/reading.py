@@ -174,6 +174,12 @@ def json_items(path: Path, kind: type[T]) -> Iterator[tuple[str, T]]:
         yield where, record
 
 
+def json_records(path: Path, kind: type[T]) -> Iterator[tuple[str, T]]:
+    """The records of a file of JSON lines, or else of the JSON list that it holds, by its name."""
+    lines = path.name.endswith((".jsonl", ".jsonl.gz"))
+    return json_lines(path, kind) if lines else json_items(path, kind)
+
+
 def csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The rows of a CSV file, with the number of the line on which each ends; header included."""
     rows = csv.reader(line for _, line in numbered_lines(path))
