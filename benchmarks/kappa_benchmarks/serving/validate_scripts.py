@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kappa_router.index.prefix_hash import PrefixHasher
 from kappa_workload.prompts import VOCABULARY, block_tokens_of
-from kappa_workload.shapes import BlockIds, SessionShape, TurnShape, Workload, mixed
+from kappa_workload.shapes import BlockIds, SessionShape, TurnShape, Workload, key_of, mixed
 
 Tokens = NDArray[np.int64]
 
@@ -71,23 +72,13 @@ class Script:
 
     def shape(self, block_tokens: int) -> SessionShape:
         """The same session for a simulator, in real seconds; ids are hashes of the tokens."""
-        turns = []
+        turns, hasher = [], PrefixHasher(block_tokens, secret=0)
         for one in self.requests:
             answer = np.full(one.output_tokens, FORCED_TOKEN, dtype=np.int64)
-            kept = _prefix_ids(np.concatenate([one.prompt, answer]), block_tokens)
+            kept = hasher.prefix_hashes(np.concatenate([one.prompt, answer]))
             blocks = kept[: len(one.prompt) // block_tokens]
             turns.append(TurnShape(one.after_s, len(one.prompt), one.output_tokens, blocks, kept))
         return SessionShape(self.session, tuple(turns))
-
-
-def _prefix_ids(tokens: Tokens, block_tokens: int) -> BlockIds:
-    """Ids of the full blocks of `tokens`, each a hash of everything up to its end."""
-    ids = np.empty(len(tokens) // block_tokens, dtype=np.uint64)
-    state = hashlib.blake2b(digest_size=8)
-    for i in range(len(ids)):
-        state.update(tokens[i * block_tokens : (i + 1) * block_tokens].tobytes())
-        ids[i] = int.from_bytes(state.copy().digest())
-    return ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +107,7 @@ class ScriptMaker:
         for number, start_s in enumerate(starts_s):
             copy, place = divmod(number, len(order))
             shape = self.workload.sessions[order[place]]
-            requests = tuple(self._requests(shape, _seed(salt, copy)))
+            requests = tuple(self._requests(shape, salt_of(salt, copy)))
             if requests:
                 made.append(Script(f"{shape.id}#{copy}", start_s, requests))
         return made
@@ -137,7 +128,7 @@ class ScriptMaker:
             end = input_tokens + output_tokens
             if end > self.max_context_tokens:
                 break
-            ids = self._block_ids(turn, -(-end // size), _seed(*shape.id.encode(), number))
+            ids = self._block_ids(turn, -(-end // size), salt_of(shape.id, number))
             tokens = block_tokens_of(ids, size, salt, VOCABULARY)
             blocks = ids.tolist()
             for i, block in enumerate(blocks):
@@ -165,7 +156,7 @@ class ScriptMaker:
 
 def salt_of(*parts: object) -> int:
     """A salt that belongs to `parts` alone: runs of different names share no tokens."""
-    return _seed(*repr(parts).encode())
+    return int(key_of(repr(parts)))
 
 
 def digest(scripts: Sequence[Script]) -> str:
@@ -184,8 +175,3 @@ def idle_script(rng: np.random.Generator) -> Script:
         for tokens in _IDLE_TOKENS
     )
     return Script("idle", 0.0, requests)
-
-
-def _seed(*parts: int) -> int:
-    data = ",".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
