@@ -10,10 +10,11 @@ from typing import ClassVar
 import numpy as np
 
 from kappa_router.decision import Choice, Estimates, Floats
+from kappa_router.policy import Stateless
 
 
 @dataclass(eq=False)
-class Baseline:
+class Baseline(Stateless):
     """A policy of another system. Parameters of a subclass are fields with defaults.
 
     Attributes:
@@ -25,7 +26,6 @@ class Baseline:
     name = ""
     source = ""
     least: ClassVar[Mapping[str, float]] = {}
-    fetches = False
 
     def __post_init__(self) -> None:
         """Refuse a number that is below its least, or none."""
@@ -38,15 +38,6 @@ class Baseline:
     def choose(self, estimates: Estimates) -> Choice:
         """Pick one of `estimates` (at least one)."""
         raise NotImplementedError
-
-    def routed(self, estimates: Estimates, index: int, request_id: str = "") -> None:
-        """Remember where a request went; nothing to remember unless a subclass says so."""
-
-    def progressed(self, request_id: str, now_s: float, *, ended: bool) -> None:
-        """A first token came, or a request ended; nothing to do unless a subclass says so."""
-
-    def left(self, worker: str) -> None:
-        """A worker is gone; nothing to forget unless a subclass says so."""
 
 
 def power_of_two(rng: Random, queue: Floats) -> int:

@@ -24,10 +24,7 @@ _CLASSES: tuple[type[base.Baseline], ...] = (
     ProductionStack,
 )  # fmt: skip
 
-BASELINES: dict[str, tuple[type[base.Baseline], str]] = {
-    cls.name: (cls, cls.source) for cls in _CLASSES
-}
-"""Name to class and source line."""
+BASELINES: dict[str, type[base.Baseline]] = {cls.name: cls for cls in _CLASSES}
 
 
 def baseline_named(spec: str, seed: int = 0) -> Policy:
@@ -40,19 +37,14 @@ def baseline_named(spec: str, seed: int = 0) -> Policy:
         KeyError: there is no such baseline.
     """
     name, colon, text = spec.partition(":")
-    cls, _ = BASELINES[name]
-    given = _parsed(spec, text, parameters(name)) if colon else {}
+    cls = BASELINES[name]
+    given = _parsed(spec, text, base.parameters(cls)) if colon else {}
     try:
         made = cls(seed, **given)
     except ValueError as error:
         raise ValueError(f"policy {spec!r}: {error}") from None
     made.name = spec
     return made
-
-
-def parameters(name: str) -> dict[str, Value]:
-    """Parameters of a baseline with their defaults."""
-    return base.parameters(BASELINES[name][0])
 
 
 def _parsed(spec: str, text: str, known: dict[str, Value]) -> dict[str, Value]:
