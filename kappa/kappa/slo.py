@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kappa.cost import StepModel, StepWork, prompt_s, transfer_s
+from kappa.cost import StepModel, StepWork, load_token_s, prompt_s, step_model, transfer_s
+from kappa.hardware import NodeProfile
+from kappa.model import ModelShape
 
 Floats = NDArray[np.float64]
 
@@ -45,6 +47,11 @@ class IdleSpeed:
     load_token_s: float
     load_fixed_s: float
     budget_tokens: int = 8192  # of a step
+
+
+def idle_speed(shape: ModelShape, node: NodeProfile) -> IdleSpeed:
+    """A node's speed for a model."""
+    return IdleSpeed(step_model(shape, node), load_token_s(shape, node), node.load_fixed_s)
 
 
 def idle_ttft_s(speed: IdleSpeed, cached_tokens: ArrayLike, new_tokens: ArrayLike) -> Floats:

@@ -21,9 +21,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from kappa import slo
-from kappa.cost import step_model
 from kappa.hardware import NodeProfile
-from kappa.model import kv_bytes_per_token
 from kappa.shapes import model_shape
 from kappa_loadtest.run_folder import RequestRecord
 
@@ -293,6 +291,5 @@ def _node_speeds(rows: Sequence[Mapping[str, Any]], model: str) -> tuple[slo.Idl
             profile = NodeProfile.from_dict(row["profile"])
         except (KeyError, TypeError, ValueError):
             return ()
-        load_token_s = kv_bytes_per_token(shape) / profile.h2d_bytes_per_s
-        speeds.append(slo.IdleSpeed(step_model(shape, profile), load_token_s, profile.load_fixed_s))
+        speeds.append(slo.idle_speed(shape, profile))
     return tuple(speeds)
