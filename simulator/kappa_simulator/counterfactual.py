@@ -69,8 +69,6 @@ class Comparison:
     conversations: int
     # Median of |replayed / measured - 1| before correction; NaN where nothing was replayed.
     model_error: float = math.nan
-    # Seconds saved of each figure, without the correction.
-    raw: tuple[float, ...] = ()
 
 
 def counterfactual(segment: RolloutSegment, policy: Policy) -> Comparison:
@@ -213,7 +211,6 @@ def compared(
         _intervals(saved(everything), _resampled(saved, conversations)),
         len(measured_s), len(np.unique(conversations)),
         float(np.median(np.abs(as_sent_s / measured_s - 1))),
-        tuple(np.subtract(figures(as_sent_s), figures(otherwise_s)).tolist()),
     )  # fmt: skip
 
 

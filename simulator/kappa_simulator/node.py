@@ -45,7 +45,6 @@ class NodeTotals:
     max_wait_s: float = 0.0
     max_skips: int = 0
     preemptions: int = 0
-    failed_loads: int = 0
 
     def add_steps(self, steps: int, tokens: int, seconds: float) -> None:
         self.steps += steps
@@ -401,7 +400,6 @@ class Node:
             if self.loads_fail:
                 self._by_layer = None, 0.0
                 self.memory.load_failed(job)
-                self.totals.failed_loads += 1
             else:
                 self.memory.landed(job)
             self.scheduler.landed(job, self._loop.now_s)

@@ -33,7 +33,6 @@ class Turns:
     new_tokens: Floats
     output_tokens: Floats
     held_token_s: Floats
-    sessions: int
 
     def __len__(self) -> int:
         return len(self.cached_tokens)
@@ -79,7 +78,6 @@ def turns_of(
         new_tokens=input_tokens - cached,
         output_tokens=np.array([turn.output_tokens for turn in turns], np.float64),
         held_token_s=cached * mean_s,
-        sessions=len(sessions),
     )
 
 

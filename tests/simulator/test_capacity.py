@@ -66,7 +66,7 @@ def turns(cached, new, output=1.0, held_s=0.0):
     cached, new, output, held_s = (
         np.broadcast_to(np.asarray(x, float), shape) for x in (cached, new, output, held_s)
     )
-    return Turns(cached, new, output, cached * held_s, len(cached))
+    return Turns(cached, new, output, cached * held_s)
 
 
 def test_fresh_prompts_are_bound_by_compute_alone():
