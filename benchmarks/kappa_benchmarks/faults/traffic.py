@@ -31,8 +31,6 @@ class Observed:
     status: int
     streamed: bool
     complete: bool
-    # The stream failed with an error event.
-    announced: bool = False
     error: str = ""
 
     @property
@@ -161,7 +159,7 @@ class Traffic:
         if announced:
             complete, error = False, error or "error event"
         ended_s = time.monotonic()
-        return Observed(sent_s, first_s, ended_s, status, streamed, complete, announced, error)
+        return Observed(sent_s, first_s, ended_s, status, streamed, complete, error)
 
 
 def _code(text: str, status: int) -> str:
