@@ -131,7 +131,7 @@ class Decisions:
         self._made = 0
         self._wanted: dict[str, tuple[int, float]] = {}
         self._enough = asyncio.Event()
-        self.written = self.lost = 0
+        self.lost = 0
 
     def ticket(self) -> int:
         """A request is sent; returns its place in the order of decisions."""
@@ -183,7 +183,6 @@ class Decisions:
                 decision.predicted = _figures(decision.predicted)
                 decision.actual = _figures(decision.actual)
                 self._write(decision)
-                self.written += 1
             elif is_last:
                 self.lost += 1
             else:

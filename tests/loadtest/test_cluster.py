@@ -43,7 +43,7 @@ async def test_poll_finds_every_decision_with_the_fewest_fetched() -> None:
     await cluster.decisions.poll()
     assert sorted(cluster.kept) == [f"r{number}" for number in range(990, 1000)]
     assert cluster.kept["r990"] == RequestDecision("r990", {"load_s": 0.5}, {"new_tokens": 1})
-    assert (cluster.decisions.written, cluster.decisions.lost) == (10, 0)
+    assert cluster.decisions.lost == 0
     assert cluster.limits[0] < 100
 
 
@@ -66,7 +66,7 @@ async def test_what_is_never_admitted_or_never_found_ends_the_waiting() -> None:
     await asyncio.wait_for(cluster.decisions.settle(), 30)
     assert cluster.kept["refused"].actual == {"new_tokens": None}
     assert "unknown" not in cluster.kept
-    assert (cluster.decisions.written, cluster.decisions.lost) == (1, 1)
+    assert cluster.decisions.lost == 1
 
 
 async def test_a_cluster_that_answers_nonsense_does_no_harm() -> None:
