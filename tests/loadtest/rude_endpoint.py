@@ -168,9 +168,9 @@ def session(
     """A session with a turn for each of these prompts."""
     made = tuple(
         Request(
-            name, turn, tenant, arrival_s, after_s if turn else 0.0, 10, 3, 4, 6,
+            name, turn, tenant, after_s if turn else 0.0, 10, 3, 4, 6,
             lambda prompt=prompt: prompt,
         )
         for turn, prompt in enumerate(prompts)
     )  # fmt: skip
-    return ReplaySession(name, tenant, arrival_s, made)
+    return ReplaySession(name, arrival_s, made)

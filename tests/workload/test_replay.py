@@ -236,7 +236,7 @@ def test_a_session_is_told_as_its_source_tells_it():
     session = play(toy(), 1)[0]
     first, second = session.requests
     assert (first.turn, second.turn, first.tenant) == (0, 1, "t")
-    assert (first.session, second.arrival_s) == (session.id, session.arrival_s)
+    assert first.session == second.session == session.id
     assert (first.after_s, first.output_tokens) == (0.0, 20)
     assert second.after_s in (4.0, 5.0, 6.0)
 

@@ -126,7 +126,6 @@ class Request:
     session: str
     turn: int  # in its session, from 0
     tenant: str
-    arrival_s: float  # of its session, from the start of the run
     after_s: float  # pause after the predecessor's last token; 0 for turn 0
     input_tokens: int
     output_tokens: int
@@ -141,8 +140,7 @@ class ReplaySession:
     """The requests of one session: each is sent when the one before has ended and it has paused."""
 
     id: str
-    tenant: str
-    arrival_s: float
+    arrival_s: float  # from the start of the run
     requests: tuple[Request, ...]
 
 
@@ -256,11 +254,11 @@ def _played(
             of_copy = copy
         shape = copied(workload.sessions[place], copy)
         made = tuple(
-            _request(workload, shape, turn, (arrival_s, copy, place), reuse, options)
+            _request(workload, shape, turn, (copy, place), reuse, options)
             for turn in range(_fitting(shape, options))
         )
         if made:
-            yield ReplaySession(shape.id, shape.tenant, arrival_s, made)
+            yield ReplaySession(shape.id, arrival_s, made)
 
 
 def _fitting(session: SessionShape, options: ReplayOptions) -> int:
@@ -282,11 +280,11 @@ def _request(
     workload: Workload,
     session: SessionShape,
     turn: int,
-    placed: _Placed,
+    placed: tuple[int, int],
     reuse: Reuse,
     options: ReplayOptions,
 ) -> Request:
-    shape, (arrival_s, copy, place) = session.turns[turn], placed
+    shape, (copy, place) = session.turns[turn], placed
     cached_tokens = reuse.visit(session, turn)
     make_prompt: Callable[[], Prompt]
     if workload.texts is not None:
@@ -298,7 +296,6 @@ def _request(
         session=session.id,
         turn=turn,
         tenant=session.tenant,
-        arrival_s=arrival_s,
         after_s=shape.after_s * options.pause_factor if turn else 0.0,
         input_tokens=shape.input_tokens,
         output_tokens=_output_tokens(shape, options),
