@@ -170,19 +170,14 @@ class Round:
         return len(self.answers) / self.seconds
 
 
-def text_of(line: str) -> str:
-    """The text in a server-sent event of a chat."""
-    return str(_delta(line).get("content") or "")
-
-
-def _delta(line: str) -> Mapping[str, Any]:
+def delta_of(line: str) -> Mapping[str, Any]:
+    """What a server-sent event of a chat adds."""
     choices = json.loads(line.removeprefix("data: ")).get("choices") or [{}]
     return choices[0].get("delta") or {}
 
 
-def has_text(line: str) -> bool:
-    """Whether a server-sent event of a chat holds a token rather than only a role."""
-    delta = _delta(line)
+def has_token(delta: Mapping[str, Any]) -> bool:
+    """Whether an event holds a token rather than only a role."""
     return bool(delta.get("content")) or ("content" in delta and "role" not in delta)
 
 
@@ -320,8 +315,9 @@ class Bench:
                     continue
                 since_s = time.perf_counter() - start_s
                 first_event_s = first_event_s or since_s
-                text += text_of(line)
-                if ttft_s is None and has_text(line):
+                delta = delta_of(line)
+                text += delta.get("content") or ""
+                if ttft_s is None and has_token(delta):
                     ttft_s = since_s
         if first_event_s is None or ttft_s is None:
             raise RuntimeError(f"{url}: the stream held no text")

@@ -13,7 +13,7 @@ from kappa.settings.cluster import load_settings
 from kappa.shapes import model_shape
 from kappa_benchmarks.serving.cluster import one_node, with_room
 from kappa_benchmarks.serving.prompts import most_tokens, opening, prompt_text
-from kappa_benchmarks.serving.serve import Answer, Bench, Round, has_text, summarize
+from kappa_benchmarks.serving.serve import Answer, Bench, Round, delta_of, has_token, summarize
 from kappa_benchmarks.serving.stock import stock_app
 from kappa_deploy.app.model import Model
 
@@ -54,7 +54,7 @@ def test_spread_is_that_of_the_rounds_medians():
     ],
 )
 def test_the_first_event_that_only_names_the_role_is_no_token(line, expected):
-    assert has_text(line) is expected
+    assert has_token(delta_of(line)) is expected
 
 
 def test_prompts_differ_from_their_first_word_on():
