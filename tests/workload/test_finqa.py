@@ -81,15 +81,13 @@ def test_readers_of_a_filing_share_it_and_vary_the_order(tmp_path):
 
 def test_bad_tables_name_file_row_and_column(tmp_path):
     good = filings(tmp_path, 1000)
-    with pytest.raises(WorkloadError, match=r"questions.parquet: row 2: column 'question_tokens'"):
+    with pytest.raises(WorkloadError, match=r"questions.parquet: row 2: .*question_tokens"):
         read_finqa(good, questions(tmp_path, 5, 0))
     with pytest.raises(WorkloadError, match=r"missing columns \['question_tokens'\]"):
         read_finqa(good, good)
     twice = tmp_path / "twice.parquet"
     pl.concat([pl.read_parquet(good)] * 2).write_parquet(twice)
-    with pytest.raises(
-        WorkloadError, match=r"twice.parquet: row 2: column 'doc_name' repeats .*found CO0"
-    ):
+    with pytest.raises(WorkloadError, match=r"twice.parquet: row 2: CO0_2020_10K stands in an"):
         read_finqa(twice, questions(tmp_path, 5))
 
 

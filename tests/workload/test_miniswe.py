@@ -64,10 +64,10 @@ def test_a_prompt_repeated_in_another_session_shares_its_blocks(tmp_path):
 @pytest.mark.parametrize(
     ("second", "reason"),
     [
-        (row("b", length=0), "column 'input_length' must be at least 1, found 0"),
-        (row("b", length=10**9), "column 'input_length' must be at most"),
-        (row("b", output=10**9), "column 'output_length' must be at most"),
-        (row("b", output=-1), "column 'output_length' must not be negative, found -1"),
+        (row("b", length=0), "Expected `int` >= 1 - at `$.input_length`"),
+        (row("b", length=10**9), "<= 16777216 - at `$.input_length`"),
+        (row("b", output=10**9), "<= 16777216 - at `$.output_length`"),
+        (row("b", output=-1), ">= 0 - at `$.output_length`"),
         (row("b", cached=10, new=10), "'cached_C' 10 and 'new_N' 10 do not add up"),
         (row(t_s=1.0), "column 't_s' 1.0 is before the previous turn's 2.0"),
     ],

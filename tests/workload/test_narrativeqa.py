@@ -70,7 +70,7 @@ def test_a_table_of_documents_gives_the_lengths(tmp_path):
     assert workload.notes == ("1 of 3 documents have no question",)
     with pytest.raises(WorkloadError, match=r"qaps.jsonl:2: document e is not in the table"):
         read_narrativeqa(path, documents(tmp_path, d=700))
-    with pytest.raises(WorkloadError, match=r"documents.parquet: row 2: column 'est_tokens'"):
+    with pytest.raises(WorkloadError, match=r"documents.parquet: row 2: .*est_tokens"):
         read_narrativeqa(path, documents(tmp_path, d=700, e=0))
 
 

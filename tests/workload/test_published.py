@@ -86,7 +86,7 @@ def test_the_papers_figures_stand_beside_a_file_of_its_data(tmp_path):
     [
         ("ab", "a", r"qaps.csv: has 1 questions on 1 of the 2 documents of documents.csv: it is"),
         ("a", "ab", r"qaps.csv:3: document b is not among the 1 of documents.csv"),
-        ("aa", "a", r"documents.csv:3: document a stands in an earlier row, too"),
+        ("aa", "a", r"documents.csv:3: a stands in an earlier row, too"),
         ("", "a", r"documents.csv: holds no records"),
         (map(str, range(355)), map(str, range(355)), r"355 of the 10,557 published .* 'test'"),
     ],

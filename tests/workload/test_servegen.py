@@ -35,11 +35,11 @@ def test_windows_come_in_order_with_the_idle_ones(tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"window_s": 601}, "row 2: column 'window_s' must be a multiple of 600, found 601"),
-        ({"pattern": "Pareto"}, "row 2: column 'pattern' must be one of"),
-        ({"arg1": 0.0}, "row 2: column 'arg1' must be above zero"),
-        ({"rate_rps": -1.0}, "row 2: column 'rate_rps' must not be negative, found -1.0"),
-        ({"cv": None}, "row 2: column 'cv' holds nothing"),
+        ({"window_s": 601}, "row 2: Expected `int` that's a multiple of 600 - at `$.window_s`"),
+        ({"pattern": "Pareto"}, "row 2: Invalid enum value 'Pareto' - at `$.pattern`"),
+        ({"arg1": 0.0}, "row 2: Expected `float` > 0.0 - at `$.arg1`"),
+        ({"rate_rps": -1.0}, "row 2: Expected `float` >= 0.0 - at `$.rate_rps`"),
+        ({"rate_rps": None}, "row 2: Expected `float`, got `null` - at `$.rate_rps`"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path, change, reason):

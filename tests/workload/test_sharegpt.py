@@ -81,11 +81,12 @@ def test_pauses_are_drawn_from_the_seed(tmp_path):
         (row(turn=2, cached=150), "column 'turn' must be 1 for this conversation, found 2"),
         (row("b", turn=1), "column 'turn' must be 0"),
         (row("b", new=0), "make a prompt of 0 tokens, 0 with its history"),
-        (row("b", out=-1), "column 'out' must not be negative"),
-        (row("b", new=10**9), "with its history: give 1 to 16777216"),
-        (row("b", out=10**9), "column 'out' must be at most"),
+        (row("b", out=-1), "Expected `int` >= 0 - at `$.out`"),
+        (row("b", cached=1 << 24, new=9), "with its history: give 1 to 16777216"),
+        (row("b", new=10**9), "Expected `int` <= 16777216 - at `$.new_N`"),
+        (row("b", out=10**9), "<= 16777216 - at `$.out`"),
         (row(turn=1, cached=20), "make a prompt of 120 tokens, but the turn before left 150"),
-        ({**row("b"), "conv_id": None}, "column 'conv_id' holds nothing"),
+        ({**row("b"), "conv_id": None}, "got `null` - at `$.conv_id`"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path, second, reason):

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count, repeat
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa_workload.reading import WorkloadError, read_table, refuse_rows
+from kappa_workload.reading import WorkloadError, table_records
 
 ArrivalProcess = Callable[[float, np.random.Generator], Iterator[float]]
 
@@ -32,10 +33,15 @@ ArrivalProcess = Callable[[float, np.random.Generator], Iterator[float]]
 # Apache-2.0.
 WINDOW_S = 600
 
-_RATE_COLUMNS: dict[str, type] = dict(
-    client=int, window_s=int, rate_rps=float, cv=float, pattern=str, arg1=float, arg2=float
-)
-_PATTERNS = ("Gamma", "Weibull")
+Pattern = Literal["Gamma", "Weibull"]
+
+
+class _RateRow(msgspec.Struct):
+    window_s: Annotated[int, msgspec.Meta(ge=0, multiple_of=WINDOW_S)]
+    rate_rps: Annotated[float, msgspec.Meta(ge=0, le=1e300)]
+    pattern: Pattern
+    arg1: Annotated[float, msgspec.Meta(gt=0, le=1e300)]
+
 
 # Seconds that `servegen` gives to a window which lasted 600 s: runs last minutes, not a day, and
 # ten times the speed lets them see the swings. An assumption.
@@ -113,7 +119,7 @@ class ClientRate:
     """
 
     rate_rps: float
-    pattern: str
+    pattern: Pattern
     shape: float
 
 
@@ -134,14 +140,10 @@ class RateDay:
 
 def read_rates(path: Path) -> RateDay:
     """Read a table of rates; windows between the first and the last that have no row are idle."""
-    table = read_table(path, _RATE_COLUMNS)
-    starts, patterns, shapes = table["window_s"], table["pattern"], table["arg1"]
-    refuse_rows(path, starts, starts % WINDOW_S != 0, f"must be a multiple of {WINDOW_S}")
-    refuse_rows(path, patterns, ~patterns.is_in(_PATTERNS), f"must be one of {_PATTERNS}")
-    refuse_rows(path, shapes, shapes <= 0, "must be above zero")
     windows: dict[int, list[ClientRate]] = {}
-    for _, start_s, rate_rps, _, pattern, shape, _ in table.iter_rows():
-        windows.setdefault(start_s // WINDOW_S, []).append(ClientRate(rate_rps, pattern, shape))
+    for _, row in table_records(path, _RateRow):
+        client = ClientRate(row.rate_rps, row.pattern, row.arg1)
+        windows.setdefault(row.window_s // WINDOW_S, []).append(client)
     first, last = min(windows), max(windows)
     day = RateDay(tuple(tuple(windows.get(index, ())) for index in range(first, last + 1)))
     if not day.mean_rps:

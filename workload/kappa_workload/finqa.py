@@ -18,11 +18,12 @@ from kappa_workload.documents import BLOCK_TOKENS, MEAN_THINK_S, Question, docum
 from kappa_workload.reading import (
     DEFAULT,
     ReadAs,
+    SomeTokens,
     TokenCounter,
     WorkloadError,
+    by_name,
     json_records,
-    read_table,
-    refuse_repeated,
+    table_records,
 )
 from kappa_workload.shapes import (
     SessionShape,
@@ -48,25 +49,26 @@ QUESTIONS_PER_FILING = 9
 READERS = 2
 OUTPUT_TOKENS = 8
 
-_FILING_COLUMNS: dict[str, type] = dict(
-    doc_name=str, pdf_bytes=int, pages=int, words=int, llama2_tokens=int
-)
+
+class _Filing(msgspec.Struct):
+    doc_name: str
+    llama2_tokens: SomeTokens
+
+
+class _AskedLength(msgspec.Struct):
+    question_tokens: SomeTokens
 
 
 def read_finqa(filings: Path, questions: Path, how: ReadAs = DEFAULT) -> Workload:
     """Read the two tables of lengths; each filing is dealt questions at random, by `how.seed`;
     `notes` counts filings that are cut."""
-    table = read_table(filings, _FILING_COLUMNS, lengths={"llama2_tokens": 1})
-    refuse_repeated(filings, table["doc_name"])
-    column = "question_tokens"
-    asked = read_table(questions, {column: int}, lengths={column: 1})[column].to_list()
+    table = by_name(table_records(filings, _Filing), "doc_name")
+    asked = [row.question_tokens for _, row in table_records(questions, _AskedLength)]
     places = np.random.default_rng((how.seed, 1)).permutation(len(asked))
-    dealt = np.resize(places, (table.height, QUESTIONS_PER_FILING)).tolist()
+    dealt = np.resize(places, (len(table), QUESTIONS_PER_FILING)).tolist()
     groups = {
-        name: [Question(name, tokens, asked[place], OUTPUT_TOKENS) for place in own]
-        for (name, tokens), own in zip(
-            table.select("doc_name", "llama2_tokens").iter_rows(), dealt, strict=True
-        )
+        name: [Question(name, row.llama2_tokens, asked[place], OUTPUT_TOKENS) for place in own]
+        for (name, row), own in zip(table.items(), dealt, strict=True)
     }
     read = document_sessions("finqa", filings, groups, how)
     notes = [*read.notes, "which question goes with which filing is drawn, not recorded"]

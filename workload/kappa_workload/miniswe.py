@@ -12,11 +12,20 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
-from kappa_workload.reading import DEFAULT, ReadAs, TokenCounter, at, read_table
+from kappa_workload.reading import (
+    DEFAULT,
+    ReadAs,
+    Seconds,
+    SomeTokens,
+    TokenCounter,
+    Tokens,
+    at,
+    table_records,
+)
 from kappa_workload.sessions import Session, read_sessions
 from kappa_workload.shapes import (
     BlockIds,
@@ -33,21 +42,19 @@ from kappa_workload.shapes import (
 BLOCK_TOKENS = 64
 SOURCE = "mini-SWE agent traces, LMCache/lmcache-agent-trace, Apache-2.0"
 
-_COLUMNS: dict[str, type] = dict(
-    session=str, t_s=float, input_length=int, output_length=int, cached_C=int, new_N=int
-)
 _CACHE_BLOCK_TOKENS = 16  # of the cache that `cached_C` was computed with
 
 
-class _SweRow(NamedTuple):
+class _SweRow(msgspec.Struct):
     """One request."""
 
     session: str
-    t_s: float
-    input_tokens: int
-    output_tokens: int
-    cached_tokens: int  # of the prompt, those that had been seen before
-    new_tokens: int
+    t_s: Seconds
+    input_tokens: SomeTokens = msgspec.field(name="input_length")
+    output_tokens: Tokens = msgspec.field(name="output_length")
+    # Of the prompt, those that had been seen before, and the others.
+    cached_tokens: Tokens = msgspec.field(name="cached_C")
+    new_tokens: Tokens = msgspec.field(name="new_N")
 
 
 @dataclass(slots=True, eq=False)
@@ -77,13 +84,12 @@ class _Prompts:
 
 def read_miniswe(path: Path, how: ReadAs = DEFAULT) -> Workload:
     """Read the table of lengths."""
-    table = read_table(path, _COLUMNS, lengths={"input_length": 1, "output_length": 0})
     block_tokens, prompts = how.blocks(BLOCK_TOKENS), _Prompts({}, {})
     turns: dict[str, list[TurnShape]] = {}
     latest_s: dict[str, float] = {}
-    for number, row in enumerate(map(_SweRow._make, table.iter_rows()), start=1):
+    for where, row in table_records(path, _SweRow):
         before_s = latest_s.get(row.session, row.t_s)
-        with at(f"{path}: row {number}"):
+        with at(where):
             if row.cached_tokens + row.new_tokens != row.input_tokens:
                 raise ValueError(
                     f"columns 'cached_C' {row.cached_tokens} and 'new_N' {row.new_tokens} do not "

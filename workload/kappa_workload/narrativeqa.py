@@ -23,9 +23,9 @@ from kappa_workload.reading import (
     SomeTokens,
     Tokens,
     at,
+    by_name,
     json_lines,
-    read_table,
-    refuse_repeated,
+    table_records,
 )
 from kappa_workload.shapes import Message, Texts, Workload, of_user
 
@@ -37,11 +37,6 @@ SUMMARY_SOURCE = f"{SOURCE}; summaries from Wikipedia, CC-BY-SA-3.0 (documents.w
 READERS = 4
 TOKENS_PER_WORD = 1.3
 LEAST_OUTPUT_TOKENS = 4
-
-_DOCUMENT_COLUMNS: dict[str, type] = {
-    **dict.fromkeys(("document_id", "set", "kind", "wiki_title", "wiki_url"), str),
-    **dict.fromkeys(("story_word_count", "story_file_size", "est_tokens"), int),
-}
 
 
 def read_narrativeqa(
@@ -96,6 +91,11 @@ def document_texts(
     return Texts(chat)
 
 
+class _DocumentLength(msgspec.Struct):
+    document_id: str
+    est_tokens: SomeTokens
+
+
 class _Summary(msgspec.Struct):
     document_id: str
     summary_tokenized: str
@@ -144,9 +144,8 @@ def _summaries(path: Path) -> dict[str, tuple[str, int]]:
 
 
 def _document_tokens(path: Path) -> dict[str, int]:
-    table = read_table(path, _DOCUMENT_COLUMNS, lengths={"est_tokens": 1})
-    refuse_repeated(path, table["document_id"])
-    return dict(table.select("document_id", "est_tokens").iter_rows())
+    rows = by_name(table_records(path, _DocumentLength), "document_id")
+    return {name: row.est_tokens for name, row in rows.items()}
 
 
 def _read(path: Path, lengths: dict[str, int] | None) -> dict[str, list[Question]]:

@@ -30,6 +30,7 @@ from kappa_workload.reading import (
     SomeTokens,
     WorkloadError,
     at,
+    by_name,
     csv_records,
     estimated_tokens,
     json_records,
@@ -284,7 +285,7 @@ def read_narrativeqa_csv(path: Path, how: ReadAs) -> Workload:
     for name in (DOCUMENTS_CSV, QUESTIONS_CSV):
         if not (folder / name).exists():
             raise WorkloadError(f"{folder / name} is not there, beside {path.name}: {_FETCH}")
-    known = dict(_documents(folder / DOCUMENTS_CSV))
+    known = by_name(csv_records(folder / DOCUMENTS_CSV, _DocumentRow), "document_id")
     asked = list(csv_records(folder / QUESTIONS_CSV, _QuestionRow))
     _check_whole(folder, known, asked)
     asked = asked[: how.limit]
@@ -307,17 +308,6 @@ def read_narrativeqa_csv(path: Path, how: ReadAs) -> Workload:
     source = f"NarrativeQA as in its repository, {folder / QUESTIONS_CSV}"
     empty = Workload("narrativeqa", how.blocks(BLOCK_TOKENS), (), source, tuple(notes))
     return _workload(empty, path, groups, body, how)
-
-
-def _documents(path: Path) -> Iterator[tuple[str, _DocumentRow]]:
-    seen: set[str] = set()
-    for where, row in csv_records(path, _DocumentRow):
-        if row.document_id in seen:
-            raise WorkloadError(
-                f"{where}: document {row.document_id} stands in an earlier row, too"
-            )
-        seen.add(row.document_id)
-        yield row.document_id, row
 
 
 def _check_whole(

@@ -1,7 +1,7 @@
 """Files of workloads, read record by record: every damage is reported as file, place, reason.
 
-Lines and lists of JSON become records (msgspec structs with checked types), Parquet files tables
-with checked columns. Text files may be gzipped (`.gz`).
+Lines and lists of JSON, CSV and Parquet files become records (msgspec structs with checked types).
+Text files may be gzipped (`.gz`).
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ import gzip
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import IO, Annotated, Any, TypeVar
 
 import msgspec
-
-if TYPE_CHECKING:
-    import polars as pl
 
 # More than any context: a larger number is a wrong unit or a damaged file.
 MOST_TOKENS = 1 << 24
@@ -42,8 +39,6 @@ _ROWS = 64  # of a Parquet file made into records at a time: each may repeat a w
 TokenCounter = Callable[[str], int]
 
 T = TypeVar("T")
-
-_KINDS = {str: "text", int: "integers", float: "numbers"}
 
 
 def estimated_tokens(text: str) -> int:
@@ -229,22 +224,40 @@ def columns_of(path: Path) -> list[str]:
 
 
 def table_records(path: Path, kind: Any) -> Iterator[tuple[str, Any]]:
-    """The rows of a Parquet file as structs, each with its place; some row groups are held.
+    """The rows of a Parquet file as structs, each with its place; some row groups are held, and
+    columns beyond the struct's are left out.
 
     Raises:
-        WorkloadError: the file is absent or damaged, or a row is no such record.
+        WorkloadError: the file is absent or damaged or lacks a column, or a row is no such record;
+            or there is none.
     """
+    # Half a second to import, 170 MB to install, and only tables need it.
     import polars as pl
 
-    number = 0
+    needed, columns, number = required_fields(kind), columns_of(path), 0
+    if missing := [name for name in needed if name not in columns]:
+        raise WorkloadError(f"{path}: missing columns {missing}")
     with _parquet(path):
-        table = pl.scan_parquet(path).select(required_fields(kind))
+        table = pl.scan_parquet(path).select(needed)
         for batch in table.collect_batches(chunk_size=_ROWS, maintain_order=True):
             for row in batch.iter_rows(named=True):
                 number += 1
                 with at(f"{path}: row {number}"):
                     record = msgspec.convert(row, kind)
                 yield f"{path}: row {number}", record
+    if not number:
+        raise WorkloadError(f"{path}: holds no records")
+
+
+def by_name(records: Iterable[tuple[str, T]], field: str) -> dict[str, T]:
+    """Records by a field that none shares with another; WorkloadError where one does."""
+    found: dict[str, T] = {}
+    for where, record in records:
+        name = getattr(record, field)
+        if name in found:
+            raise WorkloadError(f"{where}: {name} stands in an earlier row, too")
+        found[name] = record
+    return found
 
 
 @contextmanager
@@ -261,73 +274,3 @@ def _parquet(path: Path) -> Iterator[None]:
             f"{path}: not a readable Parquet file ({reason}){size}: if it is cut short, fetch it "
             "again"
         ) from error
-
-
-def open_table(path: Path) -> pl.DataFrame:
-    """Read a Parquet file with whatever columns it has."""
-    # Half a second to import, 170 MB to install, and only tables need it.
-    import polars as pl
-
-    with _parquet(path):
-        return pl.read_parquet(path)
-
-
-def read_table(
-    path: Path, columns: Mapping[str, type], lengths: Mapping[str, int] | None = None
-) -> pl.DataFrame:
-    """Read a Parquet file that must have exactly these columns of `str`, `int` or `float`.
-
-    Numbers must be finite and zero or more; nothing may be missing. lengths: columns of lengths in
-    tokens, with the least that each may be.
-
-    Raises:
-        WorkloadError: the file is absent, damaged, empty or not this table.
-    """
-    table = open_table(path)
-    missing = [name for name in columns if name not in table.columns]
-    unknown = [name for name in table.columns if name not in columns]
-    if missing or unknown:
-        wrong = [f"missing columns {missing}"] if missing else []
-        wrong += [f"unknown columns {unknown}"] if unknown else []
-        raise WorkloadError(f"{path}: {', '.join(wrong)}; expected {list(columns)}")
-    if not table.height:
-        raise WorkloadError(f"{path}: holds no rows")
-    for name, kind in columns.items():
-        _require_kind(path, table[name], kind)
-    for name, least in (lengths or {}).items():
-        column = table[name]
-        refuse_rows(path, column, column < least, f"must be at least {least}")
-        refuse_rows(path, column, column > MOST_TOKENS, f"must be at most {MOST_TOKENS}")
-    return table.select(list(columns))
-
-
-def _require_kind(path: Path, column: pl.Series, kind: type) -> None:
-    import polars as pl
-
-    dtype = column.dtype
-    right = {
-        str: dtype == pl.String,
-        int: dtype.is_integer(),
-        float: dtype.is_integer() or dtype.is_float(),
-    }[kind]
-    if not right:
-        raise WorkloadError(
-            f"{path}: column {column.name!r} must hold {_KINDS[kind]}, found {dtype}"
-        )
-    refuse_rows(path, column, column.is_null(), "holds nothing")
-    if kind is not str:
-        refuse_rows(path, column, column.cast(pl.Float64).is_finite().not_(), "must be finite")
-        refuse_rows(path, column, column < 0, "must not be negative")
-
-
-def refuse_rows(path: Path, column: pl.Series, wrong: pl.Series, reason: str) -> None:
-    """Raise WorkloadError for the first row that is `wrong`."""
-    if wrong.any():
-        row = int(wrong.arg_true()[0])
-        value = "" if column[row] is None else f", found {column[row]}"
-        raise WorkloadError(f"{path}: row {row + 1}: column {column.name!r} {reason}{value}")
-
-
-def refuse_repeated(path: Path, column: pl.Series) -> None:
-    """Raise WorkloadError where a value stands in an earlier row, too."""
-    refuse_rows(path, column, column.is_first_distinct().not_(), "repeats an earlier row")

@@ -23,11 +23,12 @@ from kappa_workload.reading import (
     MOST_TOKENS,
     ReadAs,
     TokenCounter,
+    Tokens,
     WorkloadError,
     at,
     estimated_tokens,
     json_items,
-    read_table,
+    table_records,
 )
 from kappa_workload.shapes import (
     Message,
@@ -45,9 +46,6 @@ SOURCE = "ShareGPT lengths, derived from a sample of ShareGPT_V3_unfiltered_clea
 # An assumption, since the source has only texts: mean pause between an answer and the next query.
 MEAN_THINK_S = 15.0
 
-_COLUMNS: dict[str, type] = {"conv_id": str} | dict.fromkeys(
-    ("split_offset_msgs", "turn", "cached_C", "new_N", "out", "cached_C_unsplit_est"), int
-)
 _Speaker = Literal["human", "user", "system", "gpt", "chatgpt", "bing", "bard"]
 _ROLES: dict[str, str] = {"human": "user", "user": "user", "system": "system"}
 """All other speakers are assistants."""
@@ -55,20 +53,29 @@ _ROLES: dict[str, str] = {"human": "user", "user": "user", "system": "system"}
 _Lengths = list[tuple[int, int, int]]  # (prompt, output, new) tokens of each turn
 
 
+class _TurnRow(msgspec.Struct):
+    conv_id: str
+    turn: int
+    out: Tokens
+    cached: Tokens = msgspec.field(name="cached_C")
+    new: Tokens = msgspec.field(name="new_N")
+    # With what was cut off before the piece, estimated.
+    uncut: Tokens = msgspec.field(name="cached_C_unsplit_est")
+
+
 def read_sharegpt_table(path: Path, how: ReadAs = DEFAULT) -> Workload:
     """Read the table of turns; the source cuts conversations into pieces of about 2,000 tokens."""
     conversations: dict[str, _Lengths] = {}
-    rows = read_table(path, _COLUMNS, lengths={"out": 0}).iter_rows()
-    for number, (name, _, turn, cached, new, output, uncut) in enumerate(rows, start=1):
-        lengths = conversations.setdefault(name, [])
-        prompt = (uncut if how.whole_history else cached) + new
-        with at(f"{path}: row {number}"):
-            if turn != len(lengths):
+    for where, row in table_records(path, _TurnRow):
+        lengths = conversations.setdefault(row.conv_id, [])
+        prompt = (row.uncut if how.whole_history else row.cached) + row.new
+        with at(where):
+            if row.turn != len(lengths):
                 raise ValueError(
-                    f"column 'turn' must be {len(lengths)} for this conversation, found {turn}"
+                    f"column 'turn' must be {len(lengths)} for this conversation, found {row.turn}"
                 )
-            _check_prompt(prompt, cached + new, lengths)
-        lengths.append((prompt, output, new))
+            _check_prompt(prompt, row.cached + row.new, lengths)
+        lengths.append((prompt, row.out, row.new))
     return _workload(conversations.items(), how)
 
 
