@@ -11,7 +11,7 @@ from kappa_router.config import RouterConfig
 from kappa_router.decision import NoWorkerError, RouteRequest
 from kappa_router.live.live_router import LiveRouter
 from kappa_router.live.membership import Member, MembershipRule, progress_of
-from kappa_router.live.waiting import WorkerLostError
+from kappa_router.live.waiting import WorkerLostError, unless_lost
 from kappa_router.policy import policy_named
 from tests.router.patience import until
 from tests.router.stream_worker import SIZE
@@ -75,7 +75,7 @@ async def test_broken_connection_invalidates_before_ray_knows(decider, worker):
     assert live.router.index.stats()["blocks"] == 0
     assert (live.router.reservations, live.router.in_flight) == (1, 1), "ours ends with its decider"
     with pytest.raises(WorkerLostError, match="disconnected"):
-        await wait.of(asyncio.sleep(0))
+        await unless_lost(wait, asyncio.Event().wait())
     live.members.waits.end("w", wait)
 
 

@@ -208,16 +208,15 @@ class Flights(Generic[F]):
             return None, DIED
         wait = live.members.waits.begin(worker)
         failing = asyncio.create_task(aloft.failure(attempt, None))
-        losing = asyncio.create_task(wait.lost())
+        either: tuple[asyncio.Future[Any], ...] = failing, wait
         try:
             bound_s = left_s if left_s < math.inf else None
-            await asyncio.wait({failing, losing}, timeout=bound_s, return_when="FIRST_COMPLETED")
+            await asyncio.wait(either, timeout=bound_s, return_when="FIRST_COMPLETED")
             if failing.done():
                 return failing.result(), ""
-            return None, losing.result() if losing.done() else _OVERDUE
+            return None, wait.result() if wait.done() else _OVERDUE
         finally:
             failing.cancel()
-            losing.cancel()
             live.members.waits.end(worker, wait)
 
     async def _check(self, aloft: Aloft[F], failure: StreamEnd | None) -> None:
