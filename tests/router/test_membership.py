@@ -33,7 +33,7 @@ async def decider(registry):
     yield make
     for live in made:
         await live.close()
-        assert live.members.settled
+        assert not live.members._closing
 
 
 async def ready(live, registry, *workers):

@@ -45,7 +45,7 @@ async def test_live_router_is_made_once_woken_once_and_closed(registry):
     assert start() is live
     await asyncio.sleep(0)
     await start.close()
-    assert woken == [1] and live.members.settled
+    assert woken == [1] and not live.members._closing
     registry.publish("d", {"a": announcement("a")})
     await asyncio.sleep(0.01)
     assert live.router.workers == {}, "it is informed of nothing any more"

@@ -185,10 +185,6 @@ class Membership:
         return self._members.get(worker)
 
     @property
-    def settled(self) -> bool:
-        return not self._closing
-
-    @property
     def synced(self) -> bool:
         """Whether there are workers, and of each that can be reached the state is known."""
         return bool(self._members) and all(m.subscriber.synced for m in self._members.values())
