@@ -81,7 +81,7 @@ class ClusterScene(KnownServers):
         self, path: RequestPath, transfer: TransferSettings, spec: GatewaySpec, secret: str
     ) -> None:
         """`path`: what a request takes; `secret`: the cluster's, which workers demand."""
-        live = path.live()
+        live = path.live
         super().__init__(live, live.changed)
         self._path, self._spec, self._secret = path, spec, secret
         self.ports = WorkerPorts(self._port, secret)
@@ -104,7 +104,7 @@ class ClusterScene(KnownServers):
         self._path.begin(api)
         try:
             api.prepare(self._path.models, self._path.settings)
-            routed = await self._path.routed(self.live, api)
+            routed = await self._path.routed(api)
             routed = await self._prefill(self.live, routed, api)
             workers = self.live.router.workers
             await self.first_known(lambda: workers.keys() - routed.exclude)
@@ -128,7 +128,7 @@ class ClusterScene(KnownServers):
             # What was handed over is gone with the worker that took it.
             api.body.kv_transfer_params = None
             request = replace(request, handed_tokens=0)
-        decision = path.decide(live, request, api)
+        decision = path.decide(request, api)
         try:
             api.body.vllm_xargs = engine_metadata(live, decision, api)
             if decision.fetch is not None:

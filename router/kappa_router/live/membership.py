@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 
 DISCONNECTED, SILENT, STALLED = "disconnected", "silent", "stalled"
 ENGINE_DIED, DIED = "engine_died", "died"
-_CHECK_EVERY_S = 0.25
+_CHECK_EVERY_S, _LOOK_S = 0.25, 0.05
 # An event loop that turns no sooner stands still, and reads no report meanwhile.
 _LONGEST_TURN_S = 2 * _CHECK_EVERY_S
 _UNREADABLE_S = 60.0
@@ -215,6 +215,13 @@ class Membership:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(within_s):
                     await self._joined.wait()
+
+    async def known(self, within_s: float) -> None:
+        """Wait, at most so long, until there are workers, and what they hold is known."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while not self.synced:
+                    await asyncio.sleep(_LOOK_S)
 
     async def close(self) -> None:
         self._registry.unsubscribe(self._on_registry)
