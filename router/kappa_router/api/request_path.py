@@ -79,7 +79,7 @@ class RequestPath:
         request.timeline = timeline = self.telemetry.begin(
             request.request_id, request.tenant.name, time.time(), traceparent
         )
-        timeline.chat, timeline.max_tokens = body.is_chat, request.max_tokens
+        timeline.chat, timeline.max_tokens = body.is_chat, body.max_tokens
 
     def end(self, request: ApiRequest, end: str, status: int) -> None:
         """A request is over; only the first call counts."""
@@ -98,7 +98,7 @@ class RequestPath:
         if request.deadline is not None:
             request.deadline.check(time.monotonic())
         workers, approx = live.announcements(request.model.name), request.approx
-        unfit = unfit_workers(workers, prompt.longest_tokens, request.max_tokens)
+        unfit = unfit_workers(workers, prompt.longest_tokens, request.body.max_tokens)
         return _route_request(request, prompt, unfit | exact_workers(workers, approx))
 
     async def _tokenized(self, request: ApiRequest) -> TokenizedPrompt:
@@ -110,11 +110,10 @@ class RequestPath:
         start_s, limit_s = time.perf_counter(), self.settings.request_timeout_s
         workers = self.live.announcements(request.model.name)
         largest = max((one.max_context_tokens for one in workers), default=None)
-        body_bytes = len(request.inbound.body)
         try:
             async with asyncio.timeout(request.patience_s(limit_s)):
                 prompt = await self.tokenizing.tokens(
-                    request.model.name, request.body, body_bytes, request.tenant, largest
+                    request.model.name, request.body, request.body_bytes, request.tenant, largest
                 )
         except ApiError:
             raise
@@ -170,8 +169,8 @@ def _route_request(
     request: ApiRequest, prompt: TokenizedPrompt, exclude: frozenset[str]
 ) -> RouteRequest:
     return RouteRequest(
-        request.request_id, prompt.token_ids, request.max_tokens, request.salt, exclude=exclude,
-        prompt_tokens=prompt.tokens, model=request.model.name, tenant=request.tenant.name,
-        weight=request.tenant.weight, priority=request.body.priority or 0,
-        ttft_limit_s=request.ttft_limit_s,
+        request.request_id, prompt.token_ids, request.body.max_tokens, request.salt,
+        exclude=exclude, prompt_tokens=prompt.tokens, model=request.model.name,
+        tenant=request.tenant.name, weight=request.tenant.weight,
+        priority=request.body.priority or 0, ttft_limit_s=request.ttft_limit_s,
     )  # fmt: skip

@@ -30,7 +30,7 @@ from kappa_router.api import errors
 from kappa_router.api.errors import ApiError
 from kappa_router.api.metadata import decision_headers, peer_params
 from kappa_router.api.reading import read
-from kappa_router.api.request import ApiRequest, Inbound
+from kappa_router.api.request import ApiRequest
 from kappa_router.api.request_path import RequestPath, engine_metadata
 from kappa_router.cluster.ports import WorkerPorts
 from kappa_router.cluster.prefill import PrefillElsewhere
@@ -99,8 +99,10 @@ class ClusterScene(KnownServers):
     async def read(self, asked: Asked) -> Reading:
         """Check the body and tokenize its prompt. Raises ApiError."""
         found = await read(asked.body, partial(taken, asked.path))
-        inbound = Inbound(asked.request_id, time.monotonic(), asked.tenant, body=asked.body)
-        api = ApiRequest(asked.request_id, found.body, asked.headers, inbound, asked.digest)
+        api = ApiRequest(
+            asked.request_id, found.body, asked.headers, asked.tenant, time.monotonic(),
+            len(asked.body), asked.digest,
+        )  # fmt: skip
         self._path.begin(api)
         try:
             api.prepare(self._path.models, self._path.settings)
@@ -118,7 +120,7 @@ class ClusterScene(KnownServers):
             raise
         away = self.live.router.workers.keys() - self.endpoints.keys()
         request = _with_delivery(routed, api, found.changes, routed.exclude | away)
-        return Reading(request, api.body.answers * api.max_tokens, streamed=api.body.stream)
+        return Reading(request, api.body.answers * api.body.max_tokens, streamed=api.body.stream)
 
     def decide(self, request: RouteRequest, tenant: str) -> ClusterFlight:
         """As `RequestPath.decide`; what its worker is sent with it."""
