@@ -129,8 +129,8 @@ class KappaDecider(Face):
             self._ports = scene.ports
             stack.push_async_callback(scene.ports.close)
             rule = DeciderRule(
-                router.max_queue, router.max_body_bytes, access.body_timeout_s,
-                unheard_s=UNHEARD_S, foreign=False, late_s=router.failover.stall_after_s,
+                router.max_queue, unheard_s=UNHEARD_S, foreign=False,
+                late_s=router.failover.stall_after_s,
             )  # fmt: skip
             decider = Decider(scene, self._door, rule)
             if spec.deciders > 1:

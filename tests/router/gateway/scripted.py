@@ -95,7 +95,7 @@ class ScriptedScene:
 async def deciding(*workers, access=None, record=None, **rule):
     """A decider before these workers: itself, its scene, its door, and ways to use it."""
     scene = ScriptedScene(workers or ("a", "b"), record)
-    door = Door(access or Access())
+    door = Door(access or Access(max_body_bytes=64 << 20))
     decider = Decider(scene, door, DeciderRule(**rule))
     while len(scene.live.router.workers) < len(scene.workers):
         await asyncio.sleep(0)
