@@ -49,8 +49,8 @@ async def alone(decider, worker, **rule):
     return live, only
 
 
-def ask(request_id="r", tokens=100):
-    return RouteRequest(request_id, np.arange(tokens), max_tokens=4)
+def ask(request_id="r", tokens=100, tenant=""):
+    return RouteRequest(request_id, np.arange(tokens), max_tokens=4, tenant=tenant)
 
 
 def device_tokens(live, tokens=2 * SIZE + 1):
@@ -185,8 +185,8 @@ async def test_report_of_a_deciders_id_is_not_taken_for_anothers(decider, worker
     one, two, w = decider(), decider(first=0.5), worker()
     await ready(one, decider.registry, w)
     await ready(two, decider.registry, w)
-    one.route(ask("job-1", 500), "alice")
-    two.route(ask("job-1", 500), "bob")
+    one.route(ask("job-1", 500, tenant="alice"))
+    two.route(ask("job-1", 500, tenant="bob"))
     bobs = two.records["job-1"].sent_as
     w.arrives(bobs)
     await until(lambda: one.router.remote_in_flight_on("w") == 1)

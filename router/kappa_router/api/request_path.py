@@ -134,7 +134,7 @@ class RequestPath:
         """Choose and reserve, by our rule or, as the rollout has it, by Ray's; kept from workers
         that are predicted to answer after the deadline. Raises ApiError if that is all of them or
         it has passed, NoWorkerError."""
-        live, tenant, deadline = self.live, request.tenant.name, request.deadline
+        live, deadline = self.live, request.deadline
         explained = None
         if deadline is not None:
             now_s = time.monotonic()
@@ -146,8 +146,8 @@ class RequestPath:
                 if late:
                     routed = replace(routed, exclude=routed.exclude | late)
                     explained = live.priced(routed)
-        present = self.rollout.other(f"{tenant} {request.conversation}")
-        return live.route(routed, tenant, explained, present)
+        present = self.rollout.other(f"{request.tenant.name} {request.conversation}")
+        return live.route(routed, explained, present)
 
 
 def engine_metadata(live: LiveRouter, decision: Decision, request: ApiRequest) -> Metadata:

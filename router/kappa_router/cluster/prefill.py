@@ -114,7 +114,7 @@ class PrefillElsewhere:
     ) -> dict[str, Any] | None:
         """Have the prompt computed; where its KV can be taken, None if that failed."""
         try:
-            decision = live.route(prefills, request.tenant.name)
+            decision = live.route(prefills)
         except NoWorkerError:
             return None
         worker, request_id, end = decision.worker, decision.request_id, "client_gone"

@@ -122,7 +122,7 @@ class ClusterScene(KnownServers):
         request = _with_delivery(routed, api, found.changes, routed.exclude | away)
         return Reading(request, api.body.answers * api.body.max_tokens, streamed=api.body.stream)
 
-    def decide(self, request: RouteRequest, tenant: str) -> ClusterFlight:
+    def decide(self, request: RouteRequest) -> ClusterFlight:
         """As `RequestPath.decide`; what its worker is sent with it."""
         assert isinstance(request, ClusterRequest)
         api, live, path = request.api, self.live, self._path

@@ -172,7 +172,7 @@ class Decider(Generic[F]):
             reading = await self._scene.read(asked)
             try:
                 lease.reserve(reading.request.tokens, reading.max_generated, time.monotonic())
-                flight = self._chosen(reading.request, tenant)
+                flight = self._chosen(reading.request)
             except ApiError as error:
                 self._scene.refused(reading.request, error)
                 raise
@@ -193,9 +193,9 @@ class Decider(Generic[F]):
                 self._places.leave(request_id)
                 lease.close(time.monotonic(), served=False)
 
-    def _chosen(self, request: RouteRequest, tenant: Tenant) -> F:
+    def _chosen(self, request: RouteRequest) -> F:
         try:
-            return self._scene.decide(request, tenant.name)
+            return self._scene.decide(request)
         except OverloadedError as error:
             raise errors.OVERLOADED(reason=error, retry_after_s=error.retry_after_s) from None
         except NoWorkerError as error:

@@ -241,7 +241,7 @@ class Flights(Generic[F]):
         others = frozenset(live.router.workers) - {servers[min(attempt, len(servers)) - 1]}
         again = replace(aloft.request, exclude=others, retry=True)
         try:
-            aloft.flight = self._scene.decide(again, aloft.tenant.name)
+            aloft.flight = self._scene.decide(again)
         except NoWorkerError as error:
             raise errors.NO_WORKER(why=error, retry_after_s=live.retry_after_s()) from None
         aloft.ended_as, aloft.sent_s = "", time.monotonic()

@@ -93,7 +93,7 @@ class Scene(Protocol[F]):
     async def read(self, asked: Asked) -> Reading:
         """Read a request; may wait. Raises ApiError."""
 
-    def decide(self, request: RouteRequest, tenant: str) -> F:
+    def decide(self, request: RouteRequest) -> F:
         """Choose a server and reserve it; raises NoWorkerError. `ended` follows."""
 
     def refused(self, request: RouteRequest, error: ApiError) -> None:
