@@ -111,7 +111,7 @@ def make_app(door: Door) -> FastAPI:
     guard(app, door)
 
     async def on_invalid(request: Request, error: Any) -> Response:
-        return _error_response(request, errors.validation_error(list(error.errors())))
+        return _error_response(request, errors.validation_error(error.errors()[0]))
 
     app.add_exception_handler(RequestValidationError, on_invalid)
     return app
@@ -136,11 +136,7 @@ def _as_api_error(request: Request, error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
-        # FastAPI makes one of any error while it reads a body.
-        cause = error.__cause__
-        return (
-            cause if isinstance(cause, ApiError) else ApiError(error.status_code, str(error.detail))
-        )
+        return ApiError(error.status_code, str(error.detail))
     log.error(
         "request_crashed", request_id=inbound_of(request).request_id, error=type(error).__name__,
         places=places_of(error),
