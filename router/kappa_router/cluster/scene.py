@@ -243,10 +243,7 @@ class ClusterScene(KnownServers):
             if not host:
                 log.error("worker_without_port", worker=name)
                 continue
-            open_ = state.announcement.role != "prefill"
-            endpoint = ServerEndpoint(
-                name, host.strip("[]"), int(port), open=open_, secret=self._secret
-            )
+            endpoint = ServerEndpoint(name, host.strip("[]"), int(port), secret=self._secret)
             found.append(endpoint)
         for fault in shared_addresses(found):
             log.error("worker_not_used", why=fault)
