@@ -78,7 +78,6 @@ class LiveRouter:
         self.records = Records()
         self.suspects = Suspects()
         self._nonce, self._sent = secrets.token_hex(8), itertools.count()
-        self.kappa_eff: dict[str, float | None] = {}
         self.changed = asyncio.Event()
         """Set when a worker joins or leaves."""
         self.finished: Callable[[str], None] = lambda request_id: None
@@ -316,14 +315,11 @@ class LiveRouter:
         known = (state.announcement for state in self.router.workers.values())
         return [announced for announced in known if model in ("", announced.model)]
 
-    def worker_joined(self, announcement: Announcement) -> None:
-        planner = self.router.config.planner_of(announcement)
-        self.kappa_eff[announcement.worker] = planner.kappa_eff() if planner is not None else None
+    def worker_joined(self) -> None:
         self.changed.set()
 
     def worker_left(self, worker: str, lost: list[str]) -> None:
         self.changed.set()
-        self.kappa_eff.pop(worker, None)
         self.prompt_tokens.pop(worker, None)
         self.charges.left(worker)
         self.suspects.left(worker)

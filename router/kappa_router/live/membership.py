@@ -100,7 +100,7 @@ class MembershipListener(Protocol):
     requests in flight. worker_died: while they are still in flight. node_renamed: its worker
     has the name of another now."""
 
-    def worker_joined(self, announcement: Announcement) -> None: ...
+    def worker_joined(self) -> None: ...
     def worker_left(self, worker: str, lost: list[str]) -> None: ...
     def worker_died(self, worker: str) -> None: ...
     def node_renamed(self, worker: str) -> None: ...
@@ -297,7 +297,7 @@ class Membership:
         if announcement.profile_error:
             log.warning("worker_unprofiled", worker=worker, reason=announcement.profile_error)
         self._joined.set()
-        self._listener.worker_joined(announcement)
+        self._listener.worker_joined()
 
     def _drain(self, worker: str, member: Member) -> None:
         in_flight = self._router.in_flight_on(worker)
