@@ -82,7 +82,7 @@ def closure(start: str) -> set[str]:
     ("packages", "most"),
     [
         (PRODUCT, 48_969),  # goal: 37,000
-        (("benchmarks",), 10_998),  # goal: 9,000
+        (("benchmarks",), 11_004),  # goal: 9,000
         (("tests",), 56_066),  # goal: 40,000
     ],
 )

@@ -20,6 +20,7 @@ class RowPlanner(Protocol):
     def __call__(self, row: np.void) -> PlannedLoad | None:
         """Adjust a row of the estimates to the worker's load plan; None: the row stays as it is."""
 
+    @property
     def kappa_eff(self) -> float | None:
         """The ratio at which its predicted TTFT is twice the compute time."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -70,6 +71,7 @@ class LoadPlanner:
         hidden_s = self._dilation * plan.hidden_s
         return PlannedLoad(plan.kind, plan.tokens("R"), plan.crossing_tokens, hidden_s)
 
+    @cached_property
     def kappa_eff(self) -> float | None:
         """κ_eff of a question of `kappa.cost.QUESTION_TOKENS`.
 

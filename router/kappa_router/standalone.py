@@ -18,8 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from kappa.hardware import node_profile
 from kappa.protocol import ANNOUNCEMENT_KEY, LOAD_KEY, Announcement, Arrival, WorkerReport
 from kappa.shapes import model_shape
@@ -119,9 +117,10 @@ class StandaloneRouter:
             now_s = time.time()
             self._expire(now_s)
             body = _body_of(args)
-            prompt = prompt_tokens(body)
             exclude = frozenset(self._router.workers) - set(names)
-            request = RouteRequest(request_id, prompt, _most_tokens(body), exclude=exclude)
+            request = RouteRequest(
+                request_id, prompt_tokens(body), _most_tokens(body), exclude=exclude
+            )
             try:
                 decision = self._router.route(request, now_s)
             except NoWorkerError:
@@ -129,8 +128,8 @@ class StandaloneRouter:
                 return list(names)
             self._sent[request_id] = _Sent(decision.worker, now_s, now_s + _lasts_s(decision))
             self._new_tokens += (decision.chosen.counts.new_tokens - self._new_tokens) / 16
-            if prompt is not None:
-                self._remember(decision.worker, prompt)
+            index = self._router.workers[decision.worker].model.index
+            index.hold(decision.worker, "device", decision.priced.prefix_hashes)
             priced = sorted(decision.candidates, key=lambda c: c.ttft_s + c.tpot_impact_s)
             # Each once: the chosen one, the others by price, and those that are not known yet.
             order = dict.fromkeys([decision.worker, *(c.worker for c in priced), *names])
@@ -202,11 +201,6 @@ class StandaloneRouter:
     def _release(self, request_id: str, now_s: float) -> None:
         self._sent.pop(request_id, None)
         self._router.release(request_id, now_s, complete=False)
-
-    def _remember(self, worker: str, prompt: np.ndarray) -> None:
-        hasher, index = self._router.hasher, self._router.index
-        assert hasher is not None and index is not None
-        index.hold(worker, "device", hasher.prefix_hashes(prompt))
 
 
 def _lasts_s(decision: Decision) -> float:

@@ -189,7 +189,6 @@ class Decider(KappaDecider):
 
     async def open(self, renderers, settings, access, spec):
         self._pools, self._began_s = {}, int(time.time())
-        self._wire(settings, renderers, access)
         real = kappa_router.cluster.replica.Decider
 
         def noted(*given):
@@ -197,12 +196,10 @@ class Decider(KappaDecider):
             return made
 
         with mock.patch.object(kappa_router.cluster.replica, "Decider", noted):
-            await self._open(settings, access, spec, SECRET)
+            await self._open(settings, renderers, access, spec, SECRET)
 
     async def close(self):
         await self._stack.aclose()
-        await self._live.close()
-        self._path.tokenizing.close()
 
     async def _wake_router(self):
         return
@@ -325,7 +322,7 @@ class Scene:
         renderers = {model.name: self._renderer for model in settings.models}
         await decider.open(renderers, settings, access, spec)
         stack.push_async_callback(decider.close)
-        live = decider._live()
+        live = decider._live
         for engine in made.values():
             engine.in_flight.changed = partial(_told, live, engine)
         registry.publish("d", announced)

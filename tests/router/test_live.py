@@ -32,11 +32,11 @@ async def scene(registry):
     live = LiveRouter(RouterConfig(policy=policy_named("ttft"), secret=12345))
     yield live, registry
     await live.close()
-    assert live.members.settled
+    assert not live.members._closing
 
 
-def ask(request_id="r", tokens=100):
-    return RouteRequest(request_id, np.arange(tokens), max_tokens=4)
+def ask(request_id="r", tokens=100, tenant=""):
+    return RouteRequest(request_id, np.arange(tokens), max_tokens=4, tenant=tenant)
 
 
 async def joined(live, registry, *workers, **changes):
@@ -185,7 +185,7 @@ async def test_charges_are_counted_by_tenant_and_outlive_their_worker(scene, wor
 async def test_decision_and_its_log_line_name_the_tenant(scene, worker, capsys):
     live, registry = scene
     await joined(live, registry, worker())
-    live.route(ask(), "alice")
+    live.route(ask(tenant="alice"))
     live.release("r", "done")
     assert live.records["r"].to_dict()["tenant"] == "alice"
     assert "alice" in "".join(capsys.readouterr())

@@ -103,7 +103,7 @@ def test_planned_job_computes_what_it_does_not_load():
 
 def test_worker_that_came_back_without_a_plan_has_none():
     made = router(planning(planner="kv"))
-    assert made.workers["w"].planner.kappa_eff() > 0
+    assert made.workers["w"].planner.kappa_eff > 0
     made.join(planning(), 1.0)
     assert made.workers["w"].planner is None and priced(made).plan == ""
 
@@ -116,7 +116,7 @@ def test_router_without_planners_refuses_workers_that_plan():
 
 
 def test_ratio_that_is_never_reached_is_none_and_not_infinity():
-    assert LoadPlanner(planning(planner="auto", load_token_s=1e-25)).kappa_eff() is None
+    assert LoadPlanner(planning(planner="auto", load_token_s=1e-25)).kappa_eff is None
 
 
 def test_rates_that_cannot_be_used_are_refused_at_the_door():
@@ -163,7 +163,7 @@ def test_paced_workers_plan_is_in_its_dilated_seconds():
 
 
 def test_tail_has_an_effective_ratio():
-    ratio = LoadPlanner(tailed()).kappa_eff()
+    ratio = LoadPlanner(tailed()).kappa_eff
     assert ratio is not None and ratio > 0
 
 
@@ -247,5 +247,5 @@ def test_ratio_counts_activations_only_where_all_have_them(act_share, policy):
     made = planning(planner="auto", load_token_s=4e-6)
     made = replanned(made, {"activation_bytes_per_token": 32768}, act_share=act_share)
     read = rates_from_measured(made.load_plan["rates"])
-    assert LoadPlanner(made).kappa_eff() == pytest.approx(kappa_eff(read, policy, 128))
+    assert LoadPlanner(made).kappa_eff == pytest.approx(kappa_eff(read, policy, 128))
     assert kappa_eff(read, "mixed", 128) > 1.1 * kappa_eff(read, "recompute", 128)

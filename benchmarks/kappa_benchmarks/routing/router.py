@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
@@ -65,7 +66,7 @@ def router(
         note(f"decisions among {nodes} nodes")
         state = BusyRouter(nodes, policy, seed)
         rows += state.rows(repeats)
-        bytes_per_block = max(bytes_per_block, state.index.index_bytes() / state.blocks())
+        bytes_per_block = max(bytes_per_block, state.index_bytes / state.blocks())
     facts = result(
         rows=rows, index_bytes_per_block=bytes_per_block,
         index_blocks={str(nodes): blocks for nodes, blocks in _INDEX_BLOCKS.items()},
@@ -87,6 +88,7 @@ class BusyRouter:
         self.nodes = nodes
         self._rng = np.random.default_rng(seed)
         self._names = self._ticks = 0
+        tracemalloc.start()
         self._router = Router(
             RouterConfig(
                 policy=policy_named(policy, seed=seed), secret=1,
@@ -106,6 +108,10 @@ class BusyRouter:
             for length, count in _PROMPTS.items()
         }
         self._fill()
+        of_index = tracemalloc.Filter(True, "*/kappa_router/index/*")
+        traces = tracemalloc.take_snapshot().filter_traces([of_index]).traces
+        self.index_bytes = sum(trace.size for trace in traces)
+        tracemalloc.stop()
         self._occupy()
 
     def rows(self, repeats: int) -> Iterator[Row]:

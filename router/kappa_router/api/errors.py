@@ -264,10 +264,6 @@ def json_object(body: bytes, wanted: Container[str]) -> dict[str, Any]:
         raise fault from None
 
 
-def validation_error(faults: list[Mapping[str, Any]]) -> ApiError:
-    """A schema's first fault: where and why, without repeating the client's text."""
-    fault: Mapping[str, Any] = faults[0] if faults else {"msg": "invalid request"}
-    if fault.get("type") == "json_invalid":
-        return INVALID_JSON(why=fault.get("ctx", {}).get("error", "not JSON"))
-    where = ".".join(str(part) for part in fault.get("loc", ()) if part != "body") or "body"
-    return bad_field(where, str(fault.get("msg")))
+def validation_error(fault: Mapping[str, Any]) -> ApiError:
+    """A fault of a parameter as FastAPI finds it: where and why, without the client's text."""
+    return bad_field(".".join(map(str, fault["loc"])), str(fault["msg"]))

@@ -7,7 +7,6 @@ queries all of them (`Face.of_all`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -21,14 +20,14 @@ from kappa_router.live.live_router import LiveRouter
 
 
 class Face:
-    """Endpoints that both answer alike. `_live` gives the live router."""
+    """Endpoints that both answer alike."""
 
-    _live: Callable[[], LiveRouter]
+    _live: LiveRouter
     _door: Door
 
     async def ready(self, request: Request) -> Response:
         """200 while a worker can be chosen, else 503."""
-        count = self._live().choosable
+        count = self._live.choosable
         return JSONResponse({"workers": count}, status_code=200 if count else 503)
 
     async def metrics(self, request: Request) -> Response:
@@ -44,7 +43,7 @@ class Face:
 
     async def tenants(self, request: Request) -> Response:
         """Every tenant with its weight, what it was charged, and its share of all charges."""
-        charged = self._live().charges.totals()
+        charged = self._live.charges.totals()
         return JSONResponse({"tenants": status.shares(self._door.keyring.tenants, charged)})
 
     async def decisions(self, request: Request, limit: int = 100) -> Response:
@@ -70,7 +69,7 @@ class Face:
 
     def explained(self, routed: RouteRequest, request: Request) -> Response:
         """The decision that would be made; ApiError 503 if no worker can serve it."""
-        live = self._live()
+        live = self._live
         try:
             decision = live.explain(routed)
         except NoWorkerError as error:
@@ -87,7 +86,7 @@ class Face:
 
     async def for_deciders(self, what: str, *args: Any) -> Any:
         """This decider's own answer: its `metrics`, its last `decisions`, or one `decision`."""
-        live = self._live()
+        live = self._live
         match what:
             case "metrics":
                 return status.exposition(live, self._door)
@@ -99,5 +98,5 @@ class Face:
 
     def _account(self, request_id: str) -> tuple[str | None, dict[str, Any] | None]:
         """The tenant of a request and its outcome; None where they are not known."""
-        record = self._live().records.get(request_id)
+        record = self._live.records.get(request_id)
         return (None, None) if record is None else (record.tenant, record.to_dict())

@@ -92,7 +92,11 @@ class ApiRequest:
     body: RequestBody
     # By names in lower case.
     headers: Mapping[str, str]
-    inbound: Inbound
+    tenant: Tenant
+    # By the monotonic clock.
+    arrived_s: float
+    # Of its body as its client sent it.
+    body_bytes: int
     # Names its content.
     digest: str = ""
     # Where its time goes.
@@ -109,7 +113,10 @@ class ApiRequest:
     def of(cls, http: Request, body: RequestBody) -> ApiRequest:
         """An HTTP request as it arrived; `prepare` it before anything is decided."""
         inbound = inbound_of(http)
-        return cls(inbound.request_id, body, http.headers, inbound)
+        return cls(
+            inbound.request_id, body, http.headers, inbound.tenant, inbound.arrived_s,
+            len(inbound.body),
+        )  # fmt: skip
 
     def prepare(self, models: Sequence[EndpointModel], rules: RouterSettings) -> None:
         """Find its model, read its deadline, and make its body's `cache_salt` its tenant's own, for
@@ -123,18 +130,9 @@ class ApiRequest:
         self.body.priority, self.ttft_limit_s = objective_of(
             self.headers, rules, self.tenant, self.body.priority
         )
-        self.deadline = deadline_of(self.headers.get(DEADLINE_HEADER, ""), self.inbound.arrived_s)
+        self.deadline = deadline_of(self.headers.get(DEADLINE_HEADER, ""), self.arrived_s)
 
     # -- what it asks for ---------------------------------------------------------------------
-
-    @property
-    def tenant(self) -> Tenant:
-        return self.inbound.tenant
-
-    @property
-    def max_tokens(self) -> int:
-        """As its body's."""
-        return self.body.max_tokens
 
     @property
     def salt(self) -> int:

@@ -87,12 +87,6 @@ class RequestBody:
         echoed = fields.get("top_logprobs", 0) if self.is_chat else fields.get("logprobs")
         return fields.get("prompt_logprobs") is None and (not fields.get("echo") or echoed is None)
 
-    @property
-    def constrained(self) -> bool:
-        """Whether a schema, an expression or a grammar constrains the answer."""
-        names = ("structured_outputs", "response_format", "tools")
-        return any(self.fields.get(name) for name in names)
-
     def sets(self) -> Json:
         """The fields that the router puts into it."""
         own = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import structlog
@@ -51,7 +51,7 @@ class RequestPath:
     # Of requests that are only explained.
     places: Places
     telemetry: Telemetry
-    live: Callable[[], LiveRouter]
+    live: LiveRouter
     # That are served.
     models: Sequence[EndpointModel]
 
@@ -61,13 +61,13 @@ class RequestPath:
     async def to_explain(self, body: RequestBody, http: Request) -> RouteRequest:
         """The router's view of a body that is only explained; it holds a place until it is
         tokenized."""
-        live, request, holder = self.live(), ApiRequest.of(http, body), object()
+        live, request, holder = self.live, ApiRequest.of(http, body), object()
         request.prepare(self.models, self.settings)
         if not self.places.take(holder, request.tenant, live.router.in_flight):
             after_s = live.retry_after_s()
             raise errors.QUEUE_FULL(limit=self.places.limit, retry_after_s=after_s)
         try:
-            return _route_request(request, await self._tokenized(live, request), frozenset())
+            return _route_request(request, await self._tokenized(request), frozenset())
         finally:
             self.places.leave(holder)
 
@@ -79,41 +79,41 @@ class RequestPath:
         request.timeline = timeline = self.telemetry.begin(
             request.request_id, request.tenant.name, time.time(), traceparent
         )
-        timeline.chat, timeline.max_tokens = body.is_chat, request.max_tokens
+        timeline.chat, timeline.max_tokens = body.is_chat, body.max_tokens
 
     def end(self, request: ApiRequest, end: str, status: int) -> None:
         """A request is over; only the first call counts."""
         self.telemetry.end(request.timeline, end, status, time.time())
 
-    async def routed(self, live: LiveRouter, request: ApiRequest) -> RouteRequest:
+    async def routed(self, request: ApiRequest) -> RouteRequest:
         """The router's view of a request: its prompt in tokens, and the workers that must not serve
         it. Raises ApiError."""
+        live = self.live
         request.timeline.model = request.adapter or request.model.name
         # A decider that has only just begun may be asked before it knows of any worker.
         await live.members.first_joined(_FIRST_WORKER_S)
-        prompt = await self._tokenized(live, request)
+        prompt = await self._tokenized(request)
         count = None if prompt.token_ids is None else prompt.tokens
         request.timeline.tokenized(count, time.time())
         if request.deadline is not None:
             request.deadline.check(time.monotonic())
         workers, approx = live.announcements(request.model.name), request.approx
-        unfit = unfit_workers(workers, prompt.longest_tokens, request.max_tokens)
+        unfit = unfit_workers(workers, prompt.longest_tokens, request.body.max_tokens)
         return _route_request(request, prompt, unfit | exact_workers(workers, approx))
 
-    async def _tokenized(self, live: LiveRouter, request: ApiRequest) -> TokenizedPrompt:
+    async def _tokenized(self, request: ApiRequest) -> TokenizedPrompt:
         """The prompt as token ids; bounded in length if it cannot be rendered here.
 
         Raises:
             ApiError: 400, it cannot fit, or took too much; 503, 504, it was not done in time.
         """
         start_s, limit_s = time.perf_counter(), self.settings.request_timeout_s
-        workers = live.announcements(request.model.name)
+        workers = self.live.announcements(request.model.name)
         largest = max((one.max_context_tokens for one in workers), default=None)
-        body_bytes = len(request.inbound.body)
         try:
             async with asyncio.timeout(request.patience_s(limit_s)):
                 prompt = await self.tokenizing.tokens(
-                    request.model.name, request.body, body_bytes, request.tenant, largest
+                    request.model.name, request.body, request.body_bytes, request.tenant, largest
                 )
         except ApiError:
             raise
@@ -125,16 +125,16 @@ class RequestPath:
             # The engine renders too and will name the fault; routing only knows less.
             log.info("not_tokenized", error=type(error).__name__)
             return bounded(request.body)
-        live.metrics.observe(m.TOKENIZE_SECONDS, value=time.perf_counter() - start_s)
+        self.live.metrics.observe(m.TOKENIZE_SECONDS, value=time.perf_counter() - start_s)
         return prompt
 
     # -- a decision ---------------------------------------------------------------------------
 
-    def decide(self, live: LiveRouter, routed: RouteRequest, request: ApiRequest) -> Decision:
+    def decide(self, routed: RouteRequest, request: ApiRequest) -> Decision:
         """Choose and reserve, by our rule or, as the rollout has it, by Ray's; kept from workers
         that are predicted to answer after the deadline. Raises ApiError if that is all of them or
         it has passed, NoWorkerError."""
-        tenant, deadline = request.tenant.name, request.deadline
+        live, deadline = self.live, request.deadline
         explained = None
         if deadline is not None:
             now_s = time.monotonic()
@@ -146,8 +146,8 @@ class RequestPath:
                 if late:
                     routed = replace(routed, exclude=routed.exclude | late)
                     explained = live.priced(routed)
-        present = self.rollout.other(f"{tenant} {request.conversation}")
-        return live.route(routed, tenant, explained, present)
+        present = self.rollout.other(f"{request.tenant.name} {request.conversation}")
+        return live.route(routed, explained, present)
 
 
 def engine_metadata(live: LiveRouter, decision: Decision, request: ApiRequest) -> Metadata:
@@ -169,8 +169,8 @@ def _route_request(
     request: ApiRequest, prompt: TokenizedPrompt, exclude: frozenset[str]
 ) -> RouteRequest:
     return RouteRequest(
-        request.request_id, prompt.token_ids, request.max_tokens, request.salt, exclude=exclude,
-        prompt_tokens=prompt.tokens, model=request.model.name, tenant=request.tenant.name,
-        weight=request.tenant.weight, priority=request.body.priority or 0,
-        ttft_limit_s=request.ttft_limit_s,
+        request.request_id, prompt.token_ids, request.body.max_tokens, request.salt,
+        exclude=exclude, prompt_tokens=prompt.tokens, model=request.model.name,
+        tenant=request.tenant.name, weight=request.tenant.weight,
+        priority=request.body.priority or 0, ttft_limit_s=request.ttft_limit_s,
     )  # fmt: skip

@@ -1,17 +1,13 @@
-"""The settings of a decider, and the start and stop of its live router.
+"""The settings of a decider, and what is made of them: tenants, bounds, its live router.
 
 `DeciderSettings` are plain values, sent with the deployment; `deploy` makes them from a cluster's
-settings, of which whole sections stand in them as they are. The live router must be made on the
-event loop that it lives on, which is the one of the first health check or request. Until Ray has
-made the router of a handle no announcements are posted, so it is woken.
+settings, of which whole sections stand in them as they are.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,7 +31,6 @@ if TYPE_CHECKING:
     from kappa.settings.cluster import ClusterSettings
     from kappa.settings.front import FrontSettings
 
-_POLL_S = 0.05
 _DRAIN_MARGIN_S = 5.0
 
 
@@ -135,48 +130,10 @@ def record_file(settings: DeciderSettings, rank: int) -> str | None:
     return str(path.with_name(f"{path.stem}-{rank}{path.suffix}"))
 
 
-class LiveStart:
-    """The live router, made at the first call."""
-
-    def __init__(
-        self, settings: DeciderSettings, wake: Callable[[], Awaitable[None]], rank: int = 0
-    ) -> None:
-        """`wake`: has Ray announce the workers; runs once, beside everything else. `rank`: which
-        of the deciders this is."""
-        self._settings, self._wake, self._rank = settings, wake, rank
-        self._live: LiveRouter | None = None
-        self._waking: asyncio.Future[None] | None = None
-
-    def __call__(self) -> LiveRouter:
-        """The live router; the first call makes it, on the running event loop."""
-        if self._live is None:
-            settings, seen = self._settings, self._settings.observing
-            self._live = LiveRouter(
-                router_config(settings, self._rank), record_file(settings, self._rank),
-                member_rule(settings), counting=seen.metrics, request_log=seen.request_log,
-            )  # fmt: skip
-            self._waking = asyncio.ensure_future(self._wake())
-        return self._live
-
-    async def known(self, within_s: float) -> bool:
-        """Wait until what the workers hold is known, at most so long; whether it is.
-
-        A decider that has only just begun to ask should not be sent clients.
-        """
-        live = self()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                while not live.members.synced:
-                    await asyncio.sleep(_POLL_S)
-        return live.members.synced
-
-    async def close(self) -> None:
-        """Stop following workers; returns when nothing of the live router runs any more."""
-        live, waking = self._live, self._waking
-        self._live = self._waking = None
-        if waking is not None:
-            waking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await waking
-        if live is not None:
-            await live.close()
+def live_router(settings: DeciderSettings, rank: int = 0) -> LiveRouter:
+    """The live router of the decider of this rank; make it on the event loop that it lives on."""
+    seen = settings.observing
+    return LiveRouter(
+        router_config(settings, rank), record_file(settings, rank), member_rule(settings),
+        counting=seen.metrics, request_log=seen.request_log,
+    )  # fmt: skip

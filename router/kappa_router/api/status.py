@@ -164,7 +164,7 @@ def nodes(live: LiveRouter) -> list[dict[str, Any]]:
             "measured": dict(announced.measured),
             "measured_s_ago": _age_s(announced.measured),
             "kappa_crit": kappa_crit if math.isfinite(kappa_crit) else None,
-            "kappa_eff": live.kappa_eff.get(worker),
+            "kappa_eff": state.planner.kappa_eff if state.planner is not None else None,
             "engine": announced.engine,
             "graphs": announced.graphs or None,
             "pool": announced.pool or None,

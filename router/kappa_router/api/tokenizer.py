@@ -26,8 +26,6 @@ import numpy as np
 from kappa.host import die_with_parent
 from kappa.incremental_tokenizer import Encode, Ids, IncrementalTokenizer
 
-"""Ids of each of some texts, without special tokens around them."""
-
 # A template that looks into a list of content parts gets the list from vLLM, any other one string.
 _LOOKS_INTO_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+[^%]*content")
 # Bytes of text that one byte after the normalizer can come from, at most. NFC: 3.5, of the 7 bytes
@@ -157,9 +155,8 @@ def keep_models_away() -> None:
 def main(sources: Sequence[str], load: Callable[[str], Any] = PromptTokenizer) -> None:
     """Load the tokenizers of `sources` and serve on standard input until the decider is gone.
 
-    A question is a prompt (`plain`) or `texts` that are parts of one. Answers are ids as
-    little-endian int32 after a space, of texts behind their number and lengths; or a JSON object
-    with `error` or `too_long`.
+    A question is a prompt (`plain`) or `texts` that are parts of one, in JSON; answers (`_answer`)
+    are in msgpack.
     """
     die_with_parent()
     keep_models_away()
@@ -169,42 +166,31 @@ def main(sources: Sequence[str], load: Callable[[str], Any] = PromptTokenizer) -
         while True:
             question = pipe.recv_bytes()
             _bound_memory(_SPARE_BYTES + _MEMORY_PER_BYTE * len(question))
-            pipe.send_bytes(_answer(tokenizers, question))
+            pipe.send_bytes(msgspec.msgpack.encode(_answer(tokenizers, question)))
             if len(question) > _LARGE_BYTES:
                 # What a long prompt took would stay for good.
                 ctypes.CDLL(None).malloc_trim(0)
 
 
-def _answer(tokenizers: Mapping[str, Any], question: bytes) -> bytes:
+def _answer(tokenizers: Mapping[str, Any], question: bytes) -> dict[str, Any]:
+    """`ids` of the prompt or of each text, as bytes of little-endian int32; else `too_long`, the
+    prompt's bytes, or `error`, the name of what was raised."""
     try:
         given = msgspec.json.decode(question)
         tokenizer = tokenizers[given["source"] or next(iter(tokenizers))]
         if "texts" in given:
-            return b" " + packed(tokenizer.encode(given["texts"]))
-        ids = tokenizer.tokens(given["plain"], given["most_tokens"], given["tenant"])
-        return b" " + bytes(ids.astype("<i4").tobytes())
+            parts = tokenizer.encode(given["texts"])
+        else:
+            parts = [tokenizer.tokens(given["plain"], given["most_tokens"], given["tenant"])]
+        return {"ids": [part.astype("<i4").tobytes() for part in parts]}
     except PromptTooLong as error:
-        return json.dumps({"too_long": error.args[0]}).encode()
+        return {"too_long": error.args[0]}
     except MemoryError:
         # numpy has one of its own name.
-        return json.dumps({"error": MemoryError.__name__}).encode()
+        return {"error": MemoryError.__name__}
     except Exception as error:
         # Not its text, which may quote the prompt.
-        return json.dumps({"error": type(error).__name__}).encode()
-
-
-def packed(parts: Sequence[Ids]) -> bytes:
-    """Ids of several texts as int32: their number, the length of each, then all ids."""
-    head = np.array([len(parts), *map(len, parts)], dtype="<i4")
-    return b"".join(np.asarray(one, dtype="<i4").tobytes() for one in (head, *parts))
-
-
-def unpacked(data: bytes | memoryview) -> list[Ids]:
-    """The ids of several texts, from `packed`."""
-    numbers = np.frombuffer(data, dtype="<i4")
-    count = int(numbers[0])
-    stops = np.cumsum(numbers[1 : 1 + count])
-    return np.split(numbers[1 + count :], stops[:-1])[:count]
+        return {"error": type(error).__name__}
 
 
 def _bound_memory(more_bytes: int) -> None:

@@ -27,7 +27,7 @@ from kappa_router.decision import NoWorkerError, PricedWorker, RouteRequest
 from kappa_router.gateway.flights import check_blame
 from kappa_router.live.live_router import LiveRouter
 from kappa_router.live.membership import DIED, ENGINE_DIED
-from kappa_router.live.waiting import WorkerLostError
+from kappa_router.live.waiting import WorkerLostError, unless_lost
 
 log = structlog.get_logger(__name__)
 
@@ -114,7 +114,7 @@ class PrefillElsewhere:
     ) -> dict[str, Any] | None:
         """Have the prompt computed; where its KV can be taken, None if that failed."""
         try:
-            decision = live.route(prefills, request.tenant.name)
+            decision = live.route(prefills)
         except NoWorkerError:
             return None
         worker, request_id, end = decision.worker, decision.request_id, "client_gone"
@@ -129,7 +129,7 @@ class PrefillElsewhere:
         try:
             patience_s = request.patience_s(self.timeout_s)
             asking = self.ports.ask(worker, path, patience_s, body.json(), {TO_BODY_HEADER: sets})
-            answer = await wait.of(asking)
+            answer = await unless_lost(wait, asking)
             end = _end_of(answer)
             if end == "done":
                 live.first_token(request_id)

@@ -30,7 +30,7 @@ from kappa_router.api.reading import prepare, read
 from kappa_router.api.render import PromptRenderer, Tokenizing
 from kappa_router.api.request import model_of
 from kappa_router.api.request_path import RequestPath
-from kappa_router.api.start import DeciderSettings, LiveStart
+from kappa_router.api.start import DeciderSettings, live_router
 from kappa_router.api.tenants import Places
 from kappa_router.api.tokenizer import keep_models_away
 from kappa_router.cluster.reading import counted_message, either
@@ -40,7 +40,6 @@ from kappa_router.gateway.hosting import UNHEARD_S, hosted, running
 from kappa_router.gateway.scene import DeciderRule
 from kappa_router.gateway.spec import GatewaySpec
 from kappa_router.live.deciders import Deciders
-from kappa_router.live.decision_records import DecisionRecord
 from kappa_router.page.mount import add_page
 from kappa_router.policy import policy_named
 from kappa_router.telemetry import Telemetry
@@ -84,8 +83,6 @@ OWN: dict[str, Route] = {
 class KappaDecider(Face):
     """Decides for one Envoy, alone or with others, and answers its own paths."""
 
-    _live: LiveStart
-
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits constructors
         self, pools: dict[str, Any], *, kappa: DeciderSettings, access: Access, spec: GatewaySpec,
         secret: str,
@@ -96,56 +93,49 @@ class KappaDecider(Face):
         keep_models_away()
         self._pools, self._began_s = pools, int(time.time())
         renderers = {m.name: PromptRenderer(m.tokenizer_source) for m in kappa.models}
-        self._wire(kappa, renderers, access)
-        await self._open(kappa, access, spec, secret)
+        await self._open(kappa, renderers, access, spec, secret)
         prepare()
 
-    def _wire(
-        self, settings: DeciderSettings, renderers: Mapping[str, PromptRenderer], access: Access
-    ) -> None:
+    async def _open(
+        self, kappa: DeciderSettings, renderers: Mapping[str, PromptRenderer], access: Access,
+        spec: GatewaySpec, secret: str,
+    ) -> None:  # fmt: skip
         try:
             rank = int(serve.get_replica_context().rank.rank)
         except RayServeException:  # outside of Ray Serve
             rank = 0
-        self._live = LiveStart(settings, self._wake_router, rank)
-        self._checked = False
-        self._deciders = Deciders(settings.replicas, "for_deciders")
-
-        def record_of(request_id: str) -> DecisionRecord | None:
-            return self._live().records.get(request_id)
-
-        self._telemetry = Telemetry(record_of)
-        self._tracing = None
-        if settings.observing.otlp_endpoint is not None:
-            # Half a second of imports that only a collector needs.
-            from kappa_router.tracing import Tracing
-
-            self._tracing = Tracing(settings.observing, record_of)
-            self._telemetry.on_end = self._tracing.ended
-        # Without keys tenants cannot be told apart.
-        places = Places(settings.router.max_queue, shared=access.tenants.apart)
-        self._path = RequestPath(
-            settings.router, Tokenizing(renderers), places, self._telemetry, self._live,
-            settings.models,
-        )  # fmt: skip
-
-    async def _open(
-        self, kappa: DeciderSettings, access: Access, spec: GatewaySpec, secret: str
-    ) -> None:
-        live, router = self._live(), kappa.router
-        scene = ClusterScene(self._path, kappa.transfer, spec, secret)
-        self._ports = scene.ports
-        rule = DeciderRule(
-            router.max_queue, router.max_body_bytes, access.body_timeout_s,
-            unheard_s=UNHEARD_S, foreign=False, late_s=router.failover.stall_after_s,
-        )  # fmt: skip
-        self._door = Door(access)
-        decider = Decider(scene, self._door, rule)
-        if spec.deciders > 1:
-            # Others know more until then.
-            await self._live.known(FIRST_SIGHT_S)
+        router, self._checked = kappa.router, False
+        self._door, self._deciders = Door(access), Deciders(kappa.replicas, "for_deciders")
         async with contextlib.AsyncExitStack() as stack:
+            self._live = live = live_router(kappa, rank)
+            stack.push_async_callback(live.close)
+            stack.callback(asyncio.create_task(self._wake_router()).cancel)
+            self._telemetry = Telemetry(live.records.get)
+            if kappa.observing.otlp_endpoint is not None:
+                # Half a second of imports that only a collector needs.
+                from kappa_router.tracing import Tracing
+
+                tracing = Tracing(kappa.observing, live.records.get)
+                stack.callback(tracing.close)
+                self._telemetry.on_end = tracing.ended
+            tokenizing = Tokenizing(renderers)
+            stack.callback(tokenizing.close)
+            # Without keys tenants cannot be told apart.
+            places = Places(router.max_queue, shared=access.tenants.apart)
+            self._path = RequestPath(
+                router, tokenizing, places, self._telemetry, live, kappa.models
+            )
+            scene = ClusterScene(self._path, kappa.transfer, spec, secret)
+            self._ports = scene.ports
             stack.push_async_callback(scene.ports.close)
+            rule = DeciderRule(
+                router.max_queue, unheard_s=UNHEARD_S, foreign=False,
+                late_s=router.failover.stall_after_s,
+            )  # fmt: skip
+            decider = Decider(scene, self._door, rule)
+            if spec.deciders > 1:
+                # Others know more until then.
+                await live.members.known(FIRST_SIGHT_S)
             await stack.enter_async_context(hosted(decider, self._application(), spec))
             await stack.enter_async_context(running(decider, scene.follow, live.task_restarted))
             self._stack = stack.pop_all()
@@ -162,15 +152,9 @@ class KappaDecider(Face):
     async def __del__(self) -> None:
         """Ray Serve calls and awaits it when the replica goes: its threads end, the last spans are
         sent."""
-        stack, live, path, tracing = map(vars(self).get, ("_stack", "_live", "_path", "_tracing"))
+        stack = vars(self).get("_stack")
         if stack is not None:
             await stack.aclose()
-        if live is not None:
-            await live.close()
-        if path is not None:
-            path.tokenizing.close()
-        if tracing is not None:
-            tracing.close()
 
     async def models(self, request: Request) -> Response:
         """Every model that is served, and its adapters."""
@@ -192,7 +176,7 @@ class KappaDecider(Face):
     async def use_policy(self, name: str) -> None:
         """Decide by another policy from now on: for who started the cluster, by its Serve handle;
         no HTTP path leads here."""
-        self._live().use_policy(policy_named(name))
+        self._live.use_policy(policy_named(name))
 
     async def count_tokens(self, request: Request) -> Response:
         """The tokens of an Anthropic message's prompt; nothing is run or reserved."""
@@ -204,11 +188,11 @@ class KappaDecider(Face):
 
     async def nodes(self) -> Response:
         """Every worker with its profile, backlogs and critical ratio."""
-        return JSONResponse({"nodes": status.nodes(self._live())})
+        return JSONResponse({"nodes": status.nodes(self._live)})
 
     async def profile(self) -> Response:
         """Measure every worker's machine again, one after the other, and show the nodes."""
-        for worker in list(self._live().router.workers):
+        for worker in list(self._live.router.workers):
             try:
                 answer = await self._ports.ask(worker, PROFILE_PATH, _PROFILE_TIMEOUT_S, b"")
             except (TimeoutError, OSError):
@@ -240,8 +224,8 @@ class KappaDecider(Face):
         """
         if not self._checked:
             self._checked = True
-            await self._live.known(FIRST_SIGHT_S)
-        fault = self._live().members.fault()
+            await self._live.members.known(FIRST_SIGHT_S)
+        fault = self._live.members.fault()
         if fault:
             raise RuntimeError(f"this decider must be replaced: {fault}")
 

@@ -30,7 +30,7 @@ from kappa_router.api import errors
 from kappa_router.api.errors import ApiError
 from kappa_router.api.metadata import decision_headers, peer_params
 from kappa_router.api.reading import read
-from kappa_router.api.request import ApiRequest, Inbound
+from kappa_router.api.request import ApiRequest
 from kappa_router.api.request_path import RequestPath, engine_metadata
 from kappa_router.cluster.ports import WorkerPorts
 from kappa_router.cluster.prefill import PrefillElsewhere
@@ -81,7 +81,7 @@ class ClusterScene(KnownServers):
         self, path: RequestPath, transfer: TransferSettings, spec: GatewaySpec, secret: str
     ) -> None:
         """`path`: what a request takes; `secret`: the cluster's, which workers demand."""
-        live = path.live()
+        live = path.live
         super().__init__(live, live.changed)
         self._path, self._spec, self._secret = path, spec, secret
         self.ports = WorkerPorts(self._port, secret)
@@ -99,12 +99,14 @@ class ClusterScene(KnownServers):
     async def read(self, asked: Asked) -> Reading:
         """Check the body and tokenize its prompt. Raises ApiError."""
         found = await read(asked.body, partial(taken, asked.path))
-        inbound = Inbound(asked.request_id, time.monotonic(), asked.tenant, body=asked.body)
-        api = ApiRequest(asked.request_id, found.body, asked.headers, inbound, asked.digest)
+        api = ApiRequest(
+            asked.request_id, found.body, asked.headers, asked.tenant, time.monotonic(),
+            len(asked.body), asked.digest,
+        )  # fmt: skip
         self._path.begin(api)
         try:
             api.prepare(self._path.models, self._path.settings)
-            routed = await self._path.routed(self.live, api)
+            routed = await self._path.routed(api)
             routed = await self._prefill(self.live, routed, api)
             workers = self.live.router.workers
             await self.first_known(lambda: workers.keys() - routed.exclude)
@@ -118,9 +120,9 @@ class ClusterScene(KnownServers):
             raise
         away = self.live.router.workers.keys() - self.endpoints.keys()
         request = _with_delivery(routed, api, found.changes, routed.exclude | away)
-        return Reading(request, api.body.answers * api.max_tokens, streamed=api.body.stream)
+        return Reading(request, api.body.answers * api.body.max_tokens, streamed=api.body.stream)
 
-    def decide(self, request: RouteRequest, tenant: str) -> ClusterFlight:
+    def decide(self, request: RouteRequest) -> ClusterFlight:
         """As `RequestPath.decide`; what its worker is sent with it."""
         assert isinstance(request, ClusterRequest)
         api, live, path = request.api, self.live, self._path
@@ -128,7 +130,7 @@ class ClusterScene(KnownServers):
             # What was handed over is gone with the worker that took it.
             api.body.kv_transfer_params = None
             request = replace(request, handed_tokens=0)
-        decision = path.decide(live, request, api)
+        decision = path.decide(request, api)
         try:
             api.body.vllm_xargs = engine_metadata(live, decision, api)
             if decision.fetch is not None:
@@ -241,10 +243,7 @@ class ClusterScene(KnownServers):
             if not host:
                 log.error("worker_without_port", worker=name)
                 continue
-            open_ = state.announcement.role != "prefill"
-            endpoint = ServerEndpoint(
-                name, host.strip("[]"), int(port), open=open_, secret=self._secret
-            )
+            endpoint = ServerEndpoint(name, host.strip("[]"), int(port), secret=self._secret)
             found.append(endpoint)
         for fault in shared_addresses(found):
             log.error("worker_not_used", why=fault)

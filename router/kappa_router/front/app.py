@@ -56,7 +56,7 @@ class _Face(Face):
 
     def __init__(self, front: Front, door: Door) -> None:
         self._front, self._door = front, door
-        self._live = lambda: front.live
+        self._live = front.live
 
     async def health(self, request: Request) -> Response:
         """200 as long as this process serves."""

@@ -48,6 +48,8 @@ log = structlog.get_logger(__name__)
 _DEFAULT_SHAPE = "llama-3.1-8b"
 _MODELS_EVERY = 10
 _MOST_BYTES = 8 << 20
+# Of a server's answer that is not as it is read.
+_FAULTS = aiohttp.ClientError, TimeoutError, OSError, LookupError, ValueError, TypeError
 # Answers without an event from a server that is to publish them.
 _UNANNOUNCED = 5
 # What of a body makes its prompt.
@@ -189,14 +191,17 @@ class Backend:
     async def tokens(self, body: Mapping[str, Any]) -> np.ndarray | None:
         """A prompt's token ids as its `/tokenize` makes them (vLLM); None if it does not."""
         prompt = {name: body[name] for name in TOKENIZED_FIELDS if name in body}
-        with contextlib.suppress(
-            aiohttp.ClientError, TimeoutError, OSError, LookupError, ValueError, TypeError
-        ):
-            async with asyncio.timeout(self._probe.timeout_s):
-                status, answer = await self._get("/tokenize", prompt)
-            if status == 200:
-                return np.array(msgspec.json.decode(answer)["tokens"], dtype=np.int64)
+        with contextlib.suppress(*_FAULTS):
+            return np.array((await self._told("/tokenize", prompt))["tokens"], dtype=np.int64)
         return None
+
+    async def _told(self, path: str, body: Any = None) -> Any:
+        """What it answers in JSON; raises one of `_FAULTS`."""
+        async with asyncio.timeout(self._probe.timeout_s):
+            status, answer = await self._get(path, body)
+        if status != 200:
+            raise ValueError(f"{path} answered {status}")
+        return msgspec.json.decode(answer)
 
     async def _get(self, path: str, body: Any = None) -> tuple[int, bytes]:
         key = self.settings.key
@@ -314,13 +319,8 @@ class Backend:
     async def _version(self) -> str:
         """What it says of its version (vLLM, SGLang); else that it does not."""
         for path in ("/version", "/server_info"):
-            with contextlib.suppress(
-                aiohttp.ClientError, TimeoutError, OSError, LookupError, ValueError, TypeError
-            ):
-                async with asyncio.timeout(self._probe.timeout_s):
-                    status, body = await self._get(path)
-                if status == 200:
-                    return f"version {msgspec.json.decode(body)['version']:.40}"
+            with contextlib.suppress(*_FAULTS):
+                return f"version {(await self._told(path))['version']:.40}"
         return "of a version that it does not tell"
 
     def _other_size(self) -> str:

@@ -327,7 +327,7 @@ class Front:
         """A card of every model that somebody serves."""
         cards: dict[str, Mapping[str, Any]] = {}
         for backend in self.backends.values():
-            for model in backend.models if backend.connected and not backend.refused else ():
+            for model in backend.models if backend.usable else ():
                 card = {"id": model.name, "object": "model", "created": 0, "owned_by": "kappa"}
                 more = {"root": model.root, "parent": model.parent}
                 card |= {key: value for key, value in more.items() if value}
@@ -341,7 +341,7 @@ class Front:
         return [
             {
                 "worker": name, "url": one.settings.url, "profile": one.settings.profile,
-                "up": one.connected and not one.refused, "why": one.refused or one.down or None,
+                "up": one.usable, "why": one.refused or one.down or None,
                 "models": [model.name for model in one.models],
             }
             for name, one in self.backends.items()

@@ -147,7 +147,4 @@ def _spec_of(
 
 def _rule_of(settings: FrontSettings) -> DeciderRule:
     router = settings.router
-    return DeciderRule(
-        router.max_queue, router.max_body_bytes, settings.access.body_timeout_s,
-        settings.first_byte_s, router.request_timeout_s, UNHEARD_S,
-    )  # fmt: skip
+    return DeciderRule(router.max_queue, settings.first_byte_s, router.request_timeout_s, UNHEARD_S)

@@ -103,11 +103,11 @@ class FrontScene(KnownServers):
             repeatable=asked.path in self.priced or asked.path in PASSED_PATHS,
         )
 
-    def decide(self, request: RouteRequest, tenant: str) -> Flying:
+    def decide(self, request: RouteRequest) -> Flying:
         """Choose a server and reserve it; raises NoWorkerError. `ended` follows."""
-        conversation = f"{tenant} {request.session or request.request_id}"
+        conversation = f"{request.tenant} {request.session or request.request_id}"
         present = self.front.rollout.other(conversation)
-        decision = self.live.route(request, tenant, present=present)
+        decision = self.live.route(request, present=present)
         flight = Flying(decision, self.front.backends[decision.worker], conversation)
         if present is not None:
             # Where a real balancer is to choose, the server is a guess.

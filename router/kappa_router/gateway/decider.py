@@ -126,7 +126,7 @@ class Decider(Generic[F]):
 
     def _admit(self, inquiry: Inquiry, request_id: str, tenant: Tenant, now_s: float) -> Go:
         """Let a large body come, if there is room; none of its bytes have been read yet."""
-        most = self._rule.max_body_bytes
+        most = self._door.access.max_body_bytes
         declared = digits(inquiry.headers.get("content-length", ""), 19)
         if declared is not None and declared > most:
             raise errors.BODY_TOO_LARGE(limit_bytes=most)
@@ -143,7 +143,8 @@ class Decider(Generic[F]):
                     self._buffers.leave((coming, taken))
                 who = f"tenant {tenant.name}" if self._apart else "everybody"
                 raise errors.BODIES_OUTSTANDING(limit=len(self._coming), who=who)
-        self._coming[coming] = _Coming(parts, now_s + self._rule.body_s + _LATE_S)
+        until_s = now_s + self._door.access.body_timeout_s + _LATE_S
+        self._coming[coming] = _Coming(parts, until_s)
         return Go({TO_ID_HEADER: coming, "x-request-id": request_id})
 
     def _came(self, coming: str) -> None:
@@ -171,7 +172,7 @@ class Decider(Generic[F]):
             reading = await self._scene.read(asked)
             try:
                 lease.reserve(reading.request.tokens, reading.max_generated, time.monotonic())
-                flight = self._chosen(reading.request, tenant)
+                flight = self._chosen(reading.request)
             except ApiError as error:
                 self._scene.refused(reading.request, error)
                 raise
@@ -192,9 +193,9 @@ class Decider(Generic[F]):
                 self._places.leave(request_id)
                 lease.close(time.monotonic(), served=False)
 
-    def _chosen(self, request: RouteRequest, tenant: Tenant) -> F:
+    def _chosen(self, request: RouteRequest) -> F:
         try:
-            return self._scene.decide(request, tenant.name)
+            return self._scene.decide(request)
         except OverloadedError as error:
             raise errors.OVERLOADED(reason=error, retry_after_s=error.retry_after_s) from None
         except NoWorkerError as error:

@@ -208,16 +208,15 @@ class Flights(Generic[F]):
             return None, DIED
         wait = live.members.waits.begin(worker)
         failing = asyncio.create_task(aloft.failure(attempt, None))
-        losing = asyncio.create_task(wait.lost())
+        either: tuple[asyncio.Future[Any], ...] = failing, wait
         try:
             bound_s = left_s if left_s < math.inf else None
-            await asyncio.wait({failing, losing}, timeout=bound_s, return_when="FIRST_COMPLETED")
+            await asyncio.wait(either, timeout=bound_s, return_when="FIRST_COMPLETED")
             if failing.done():
                 return failing.result(), ""
-            return None, losing.result() if losing.done() else _OVERDUE
+            return None, wait.result() if wait.done() else _OVERDUE
         finally:
             failing.cancel()
-            losing.cancel()
             live.members.waits.end(worker, wait)
 
     async def _check(self, aloft: Aloft[F], failure: StreamEnd | None) -> None:
@@ -242,7 +241,7 @@ class Flights(Generic[F]):
         others = frozenset(live.router.workers) - {servers[min(attempt, len(servers)) - 1]}
         again = replace(aloft.request, exclude=others, retry=True)
         try:
-            aloft.flight = self._scene.decide(again, aloft.tenant.name)
+            aloft.flight = self._scene.decide(again)
         except NoWorkerError as error:
             raise errors.NO_WORKER(why=error, retry_after_s=live.retry_after_s()) from None
         aloft.ended_as, aloft.sent_s = "", time.monotonic()

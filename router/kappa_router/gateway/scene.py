@@ -24,9 +24,6 @@ class DeciderRule:
 
     # Requests open at a time.
     max_queue: int = 4096
-    # Of one request's body, and until it is there.
-    max_body_bytes: int = 64 << 20
-    body_s: float = 30.0
     # A streamed answer that has not begun by then is sought elsewhere, another within `answer_s`.
     first_byte_s: float = 60.0
     answer_s: float = 600.0
@@ -96,7 +93,7 @@ class Scene(Protocol[F]):
     async def read(self, asked: Asked) -> Reading:
         """Read a request; may wait. Raises ApiError."""
 
-    def decide(self, request: RouteRequest, tenant: str) -> F:
+    def decide(self, request: RouteRequest) -> F:
         """Choose a server and reserve it; raises NoWorkerError. `ended` follows."""
 
     def refused(self, request: RouteRequest, error: ApiError) -> None:

@@ -11,8 +11,6 @@ leave holes, never a claim that is not true.
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -87,12 +85,6 @@ class HolderSets:
         """The sets in use."""
         return list(self._number.values())
 
-    def nbytes(self) -> int:
-        """Bytes of all sets and their tables, Python's objects included."""
-        tables = (self.bits, self.blocks, self._number, self._free)
-        objects = sum(map(sys.getsizeof, self.bits)) + 32 * 2 * len(self.bits)
-        return sum(map(sys.getsizeof, tables)) + objects
-
 
 class BlockTable:
     """Rows by prefix hash: who holds each, how deep it is, its salt, and when it was last used.
@@ -127,11 +119,6 @@ class BlockTable:
     def unheld(self) -> int:
         """Rows without a holder."""
         return self.sets.blocks[UNHELD]
-
-    def nbytes(self) -> int:
-        """Bytes of everything here."""
-        arrays = self._rows.nbytes + self._free.nbytes
-        return arrays + self._by_key.nbytes() + self.sets.nbytes()
 
     # ---- reading
 

@@ -146,10 +146,6 @@ class HashTable:
     def __len__(self) -> int:
         return self._count
 
-    def nbytes(self) -> int:
-        """Bytes of its own arrays."""
-        return self.values.nbytes + (0 if self._by_value else self.keys.nbytes)
-
     def find(self, keys: UInt64s) -> tuple[Int32s, int]:
         """The value of each key, 0 where it is absent, and how many are absent."""
         found = np.empty(len(keys), dtype=np.int32)

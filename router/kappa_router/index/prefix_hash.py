@@ -158,18 +158,9 @@ def _mix(value: np.uint64) -> np.uint64:
     return value ^ value >> np.uint64(31)
 
 
-def _weights_of_arrays(seed: np.uint64, length: int) -> UInt64s:
-    """`_weights` without a compiler."""
-    return _mixed(np.arange(1, length + 1, dtype=np.uint64) * _STEP + seed)
-
-
-@partial(compiled, plain=_weights_of_arrays)
 def _weights(seed: np.uint64, length: int) -> UInt64s:
     """The weight of each position."""
-    weights = np.empty(length, dtype=np.uint64)
-    for position in range(length):
-        weights[position] = _mix(np.uint64(position + 1) * _STEP + seed)
-    return weights
+    return _mixed(np.arange(1, length + 1, dtype=np.uint64) * _STEP + seed)
 
 
 def _hash_blocks_of_arrays(

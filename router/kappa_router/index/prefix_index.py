@@ -52,8 +52,6 @@ from kappa_router.index.kv_event_types import (
 )
 from kappa_router.index.prefix_hash import ROOT, HashState, PrefixHasher
 
-# What Python takes for a worker's objects besides their arrays.
-_WORKER_BYTES = 2100
 # Blocks no tier holds stay known for a while: a host store is often announced just after the
 # device block went, and only the memory of that block says what the engine's hash stands for.
 _UNHELD_SHARE = 8
@@ -113,14 +111,6 @@ class PrefixIndex:
     def workers(self) -> tuple[str, ...]:
         """Workers mentioned and not gone, oldest first."""
         return tuple(dict.fromkeys(worker for worker, _ in self._holders.by_place))
-
-    def index_bytes(self) -> int:
-        """Memory of all tables, at their present size, in bytes."""
-        holders = sum(
-            cache.names.nbytes() + 100 * sum(len(one.copies) for one in cache.with_groups())
-            for cache in self._holders
-        )
-        return self._table.nbytes() + holders + _WORKER_BYTES * len(self._holders)
 
     def stats(self) -> dict[str, int]:
         """Counts now, and totals since the start.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -50,9 +51,10 @@ class KVSubscriber:
         self.events = Counter[str]()
         self._feed = EventFeed(self._worker, announcement.events_endpoint)
         self._feed.connect()
+        watch = partial(self._feed.watch, self._connection)
         self._tasks = [
             asyncio.create_task(supervised(name, run, listener.task_restarted, self._worker))
-            for name, run in (("feed", self._receive_all), ("line", self._watch_connection))
+            for name, run in (("feed", self._receive_all), ("line", watch))
         ]
 
     @property
@@ -68,9 +70,6 @@ class KVSubscriber:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         self._feed.close()
-
-    async def _watch_connection(self) -> None:
-        await self._feed.watch(self._connection)
 
     def _connection(self, up: bool) -> None:
         if up != self.connected:

@@ -78,7 +78,6 @@ class LiveRouter:
         self.records = Records()
         self.suspects = Suspects()
         self._nonce, self._sent = secrets.token_hex(8), itertools.count()
-        self.kappa_eff: dict[str, float | None] = {}
         self.changed = asyncio.Event()
         """Set when a worker joins or leaves."""
         self.finished: Callable[[str], None] = lambda request_id: None
@@ -124,14 +123,13 @@ class LiveRouter:
     def route(
         self,
         request: RouteRequest,
-        tenant: str = "",
         explained: Explained | None = None,
         present: Present | None = None,
     ) -> Decision:
         """Decide, reserve, count. explained: by `priced`, a moment ago. present: the rule
         that steers instead of ours, which is written down beside it. Raises `NoWorkerError`."""
         if present is not None:
-            return self._shadowed(request, tenant, explained, present)
+            return self._shadowed(request, explained, present)
         start_s = time.perf_counter()
         if explained is None:
             asked = self._asked(self.router.route, request)
@@ -139,11 +137,11 @@ class LiveRouter:
         else:
             asked = explained
             decision = self.router.route(asked.request, asked.now_s, asked.decision)
-        self._noted(asked, decision, tenant, "kappa")
+        self._noted(asked, decision, "kappa")
         self.metrics.observe(m.DECISION_SECONDS, value=time.perf_counter() - start_s)
         return decision
 
-    def _noted(self, asked: Explained, decision: Decision, tenant: str, steered: Arm) -> None:
+    def _noted(self, asked: Explained, decision: Decision, steered: Arm) -> None:
         chosen, node = decision.chosen, decision.chosen.node.name
         self.metrics.inc(m.DECISIONS, node, decision.policy, decision.reason, chosen.bound)
         self.metrics.observe(m.RATIO, node, value=chosen.counts.ratio)
@@ -155,7 +153,7 @@ class LiveRouter:
             without_candidates(decision),
             time.time(),
             self._load(),
-            tenant,
+            asked.request.tenant,
             attempt=int(asked.request.retry),
             avoided=tuple(sorted(avoided.gone | avoided.failing)),
             steered=steered,
@@ -170,14 +168,14 @@ class LiveRouter:
         return f"{request_id}{SENT_MARK}{self._nonce}-{next(self._sent)}"
 
     def _shadowed(
-        self, request: RouteRequest, tenant: str, explained: Explained | None, present: Present
+        self, request: RouteRequest, explained: Explained | None, present: Present
     ) -> Decision:
         asked = explained or self.priced(request)
         ours, estimates = asked.decision, asked.decision.priced
         chosen = estimates.workers[present.choose(estimates).index]
         decision = self.router.route(asked.request, asked.now_s, ours, chosen)
         decision = replace(decision, reason=f"{present.arm}_rule")
-        self._noted(asked, decision, tenant, present.arm)
+        self._noted(asked, decision, present.arm)
         shadow = ShadowDecision(
             ours.worker, ours.chosen.node.name, ours.reason, ours.chosen.ttft_s, decision.worker,
             decision.chosen.node.name, decision.chosen.ttft_s,
@@ -317,14 +315,11 @@ class LiveRouter:
         known = (state.announcement for state in self.router.workers.values())
         return [announced for announced in known if model in ("", announced.model)]
 
-    def worker_joined(self, announcement: Announcement) -> None:
-        planner = self.router.config.planner_of(announcement)
-        self.kappa_eff[announcement.worker] = planner.kappa_eff() if planner is not None else None
+    def worker_joined(self) -> None:
         self.changed.set()
 
-    def worker_left(self, worker: str, node: str, lost: list[str]) -> None:
+    def worker_left(self, worker: str, lost: list[str]) -> None:
         self.changed.set()
-        self.kappa_eff.pop(worker, None)
         self.prompt_tokens.pop(worker, None)
         self.charges.left(worker)
         self.suspects.left(worker)

@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 
 DISCONNECTED, SILENT, STALLED = "disconnected", "silent", "stalled"
 ENGINE_DIED, DIED = "engine_died", "died"
-_CHECK_EVERY_S = 0.25
+_CHECK_EVERY_S, _LOOK_S = 0.25, 0.05
 # An event loop that turns no sooner stands still, and reads no report meanwhile.
 _LONGEST_TURN_S = 2 * _CHECK_EVERY_S
 _UNREADABLE_S = 60.0
@@ -100,8 +100,8 @@ class MembershipListener(Protocol):
     requests in flight. worker_died: while they are still in flight. node_renamed: its worker
     has the name of another now."""
 
-    def worker_joined(self, announcement: Announcement) -> None: ...
-    def worker_left(self, worker: str, node: str, lost: list[str]) -> None: ...
+    def worker_joined(self) -> None: ...
+    def worker_left(self, worker: str, lost: list[str]) -> None: ...
     def worker_died(self, worker: str) -> None: ...
     def node_renamed(self, worker: str) -> None: ...
     def reported(self, report: WorkerReport) -> None: ...
@@ -185,10 +185,6 @@ class Membership:
         return self._members.get(worker)
 
     @property
-    def settled(self) -> bool:
-        return not self._closing
-
-    @property
     def synced(self) -> bool:
         """Whether there are workers, and of each that can be reached the state is known."""
         return bool(self._members) and all(m.subscriber.synced for m in self._members.values())
@@ -219,6 +215,13 @@ class Membership:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(within_s):
                     await self._joined.wait()
+
+    async def known(self, within_s: float) -> None:
+        """Wait, at most so long, until there are workers, and what they hold is known."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while not self.synced:
+                    await asyncio.sleep(_LOOK_S)
 
     async def close(self) -> None:
         self._registry.unsubscribe(self._on_registry)
@@ -294,7 +297,7 @@ class Membership:
         if announcement.profile_error:
             log.warning("worker_unprofiled", worker=worker, reason=announcement.profile_error)
         self._joined.set()
-        self._listener.worker_joined(announcement)
+        self._listener.worker_joined()
 
     def _drain(self, worker: str, member: Member) -> None:
         in_flight = self._router.in_flight_on(worker)
@@ -316,7 +319,7 @@ class Membership:
         self.waits.lose(worker, why)
         write = log.info if why in ("left", "drained") and not lost else log.warning
         write("worker_left", worker=worker, why=why, requests_lost=len(lost))
-        self._listener.worker_left(worker, member.node, lost)
+        self._listener.worker_left(worker, lost)
 
     # -- of the subscribers -------------------------------------------------------------------
 

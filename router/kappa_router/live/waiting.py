@@ -1,4 +1,4 @@
-"""Waits for what a worker computes before a request is decided; they end when it is lost."""
+"""Waits for what a worker computes: they end when it is lost."""
 
 from __future__ import annotations
 
@@ -8,57 +8,26 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+Wait = asyncio.Future[str]
+"""One request's wait for its worker; done once that is lost, with how that was noticed."""
 
 
 class WorkerLostError(Exception):
     """The worker that had the request is gone; the message is how that was noticed."""
 
 
-class Wait:
-    """One request's wait for its worker."""
-
-    def __init__(self) -> None:
-        self._why = ""
-        self._scope: asyncio.Timeout | None = None
-
-    async def of(self, answer: Coroutine[Any, Any, T]) -> T:
-        """The result of `answer`, which is cancelled, and WorkerLostError raised, if the worker is
-        lost before."""
-        if self._why:
-            answer.close()
-            raise WorkerLostError(self._why)
-        try:
-            async with asyncio.timeout(None) as self._scope:
-                return await answer
-        except TimeoutError:
-            if self._why:
-                raise WorkerLostError(self._why) from None
-            raise
-        finally:
-            self._scope = None
-
-    async def lost(self) -> str:
-        """Wait until the worker is lost; how that was noticed."""
-        try:
-            if not self._why:
-                async with asyncio.timeout(None) as self._scope:
-                    await asyncio.get_running_loop().create_future()
-        except TimeoutError:
-            pass
-        finally:
-            self._scope = None
-        return self._why
-
-    @property
-    def waiting(self) -> bool:
-        return self._scope is not None
-
-    def lose(self, why: str) -> None:
-        """The worker is lost: the wait ends now."""
-        if not self._why:
-            self._why = why
-            if self._scope is not None and not self._scope.expired():
-                self._scope.reschedule(asyncio.get_running_loop().time())
+async def unless_lost(wait: Wait, answer: Coroutine[Any, Any, T]) -> T:
+    """The result of `answer`, which is cancelled, and WorkerLostError raised, if the worker is lost
+    before."""
+    answering = asyncio.create_task(answer)
+    either: tuple[asyncio.Future[Any], ...] = answering, wait
+    try:
+        await asyncio.wait(either, return_when="FIRST_COMPLETED")
+        if answering.done():
+            return answering.result()
+        raise WorkerLostError(wait.result())
+    finally:
+        answering.cancel()
 
 
 class Waits:
@@ -72,7 +41,7 @@ class Waits:
 
     def begin(self, worker: str) -> Wait:
         """A request waits for `worker` from now on; pair with `end`."""
-        wait = Wait()
+        wait: Wait = asyncio.get_running_loop().create_future()
         self._by_worker[worker].add(wait)
         return wait
 
@@ -84,12 +53,11 @@ class Waits:
             self._by_worker.pop(worker, None)
 
     def on(self, worker: str) -> bool:
-        """Whether anybody waits for `worker` now."""
-        return any(wait.waiting for wait in self._by_worker.get(worker, ()))
+        """Whether anybody waits for `worker` now, who has not been told that it is lost."""
+        return not all(wait.done() for wait in self._by_worker.get(worker, ()))
 
-    def lose(self, worker: str, why: str) -> int:
-        """Fail those that wait for `worker`. How many."""
-        lost = list(self._by_worker.get(worker, ()))
-        for wait in lost:
-            wait.lose(why)
-        return len(lost)
+    def lose(self, worker: str, why: str) -> None:
+        """The worker is lost: all waits for it end now."""
+        for wait in self._by_worker.get(worker, ()):
+            if not wait.done():
+                wait.set_result(why)

@@ -151,8 +151,8 @@ async def clustered(renderer, monkeypatch, *nodes, access=None, bounds=None, dec
             made = Decider()
             here.deciders.append(made)
             await made.open({MODEL: renderer}, settings, access, spec)
-            here.live = here.deciders[0]._live()
-            await until(lambda: made._live().choosable == len(nodes))
+            here.live = here.deciders[0]._live
+            await until(lambda: made._live.choosable == len(nodes))
 
         async def end():
             if here.deciders:

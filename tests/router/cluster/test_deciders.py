@@ -24,7 +24,7 @@ def records(live):
 
 
 def lives(here):
-    return [one._live() for one in here.deciders]
+    return [one._live for one in here.deciders]
 
 
 async def test_decider_hears_how_its_own_requests_ended(cluster):

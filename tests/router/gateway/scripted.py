@@ -49,12 +49,13 @@ class ScriptedScene:
         if data.get("model") == "none":
             raise errors.UNKNOWN_MODEL(model="none", served="m")
         tokens = None if asked.path in self.passed else np.arange(data.get("tokens", 100))
-        request = RouteRequest(asked.request_id, tokens, data.get("max_tokens", 0))
+        most, tenant = data.get("max_tokens", 0), asked.tenant.name
+        request = RouteRequest(asked.request_id, tokens, most, tenant=tenant)
         streamed = data.get("stream", False)
         return Reading(request, request.max_tokens, streamed, data.get("repeatable", True))
 
-    def decide(self, request, tenant):
-        decision = self.live.route(request, tenant)
+    def decide(self, request):
+        decision = self.live.route(request)
         return SimpleNamespace(decision=decision, via=self.via)
 
     def refused(self, request, error):
@@ -95,7 +96,7 @@ class ScriptedScene:
 async def deciding(*workers, access=None, record=None, **rule):
     """A decider before these workers: itself, its scene, its door, and ways to use it."""
     scene = ScriptedScene(workers or ("a", "b"), record)
-    door = Door(access or Access())
+    door = Door(access or Access(max_body_bytes=64 << 20))
     decider = Decider(scene, door, DeciderRule(**rule))
     while len(scene.live.router.workers) < len(scene.workers):
         await asyncio.sleep(0)

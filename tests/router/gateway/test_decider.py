@@ -25,7 +25,9 @@ DIED, REFUSED = ("UC",), ("UF",)
 
 
 def access_of(**allowances):
-    return Access(tenants=tenants_of(KEYS, refuse=True), allowances=allowances)
+    return Access(
+        tenants=tenants_of(KEYS, refuse=True), allowances=allowances, max_body_bytes=64 << 20
+    )
 
 
 def code_of(verdict):
@@ -209,7 +211,7 @@ async def test_decider_gives_all_back_when_its_scene_fails(monkeypatch):
 
 
 async def test_large_body_may_come_if_it_fits():
-    async with deciding(max_body_bytes=1 << 20) as here:
+    async with deciding(access=Access(max_body_bytes=1 << 20)) as here:
         assert isinstance(await here.admit(1 << 20), Go)
         assert code_of(await here.admit((1 << 20) + 1)) == (413, "body_too_large")
         assert isinstance(await here.admit(None), Go)
@@ -227,7 +229,7 @@ async def test_bodies_that_are_to_come_are_bounded_together():
 
 
 async def test_bodies_that_never_come_hold_no_room_for_ever():
-    async with deciding(body_s=-100.0) as here:
+    async with deciding(access=Access(max_body_bytes=64 << 20, body_timeout_s=-100.0)) as here:
         for _ in range(20):
             assert isinstance(await here.admit(None), Go)
 
