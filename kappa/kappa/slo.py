@@ -9,14 +9,17 @@ misses. Figures are vectors over requests, in seconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kappa.cost import StepModel, StepWork, prompt_s, transfer_s
+from kappa.cost import StepModel, StepWork, load_token_s, prompt_s, step_model, transfer_s
+from kappa.hardware import NodeProfile
+from kappa.model import ModelShape
 
 Floats = NDArray[np.float64]
 
@@ -45,6 +48,11 @@ class IdleSpeed:
     load_token_s: float
     load_fixed_s: float
     budget_tokens: int = 8192  # of a step
+
+
+def idle_speed(shape: ModelShape, node: NodeProfile) -> IdleSpeed:
+    """The speed of a node that serves a model, by the law."""
+    return IdleSpeed(step_model(shape, node), load_token_s(shape, node), node.load_fixed_s)
 
 
 def idle_ttft_s(speed: IdleSpeed, cached_tokens: ArrayLike, new_tokens: ArrayLike) -> Floats:
@@ -76,6 +84,18 @@ def median_node(by_node: Sequence[Floats], counts: Sequence[int] | None = None) 
     picked = np.take_along_axis(order, first[None, :], axis=0)
     median: Floats = np.take_along_axis(values, picked, axis=0)[0]
     return median
+
+
+def median_idle(
+    speeds: Iterable[IdleSpeed], cached: NDArray[Any], new: NDArray[Any], output: NDArray[Any]
+) -> tuple[Floats, Floats]:
+    """Each request's idle TTFT, and its idle seconds per later token, on the median of nodes with
+    these speeds. cached, new, output: tokens, shape (requests,)."""
+    kinds = Counter(speeds)
+    counts = list(kinds.values())
+    ttft = [idle_ttft_s(kind, cached, new) for kind in kinds]
+    tpot = [idle_tpot_s(kind, cached + new, output) for kind in kinds]
+    return median_node(ttft, counts), median_node(tpot, counts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,9 +21,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from kappa import slo
-from kappa.cost import step_model
 from kappa.hardware import NodeProfile
-from kappa.model import kv_bytes_per_token
 from kappa.shapes import model_shape
 from kappa_loadtest.run_folder import RequestRecord
 
@@ -241,11 +239,7 @@ class Objective:
         )
         prompt, output = (column.to_numpy().astype(np.float64) for column in lengths)
         cached = np.minimum(table["cached_tokens"].to_numpy(), np.maximum(prompt - 1, 0))
-        kinds = list(dict.fromkeys(self.speeds))
-        counts = [self.speeds.count(kind) for kind in kinds]
-        ttft = [slo.idle_ttft_s(kind, cached, prompt - cached) for kind in kinds]
-        tpot = [slo.idle_tpot_s(kind, prompt, output) for kind in kinds]
-        return slo.median_node(ttft, counts), slo.median_node(tpot, counts)
+        return slo.median_idle(self.speeds, cached, prompt - cached, output)
 
 
 def _positive_or(column: str, other: str) -> pl.Expr:
@@ -293,6 +287,5 @@ def _node_speeds(rows: Sequence[Mapping[str, Any]], model: str) -> tuple[slo.Idl
             profile = NodeProfile.from_dict(row["profile"])
         except (KeyError, TypeError, ValueError):
             return ()
-        load_token_s = kv_bytes_per_token(shape) / profile.h2d_bytes_per_s
-        speeds.append(slo.IdleSpeed(step_model(shape, profile), load_token_s, profile.load_fixed_s))
+        speeds.append(slo.idle_speed(shape, profile))
     return tuple(speeds)

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from kappa.cost import load_token_s, loading_node, step_model
+from kappa.cost import loading_node
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.plans.measured import as_measured
 from kappa.plans.rates import rates_from_law
 from kappa.protocol import Announcement
-from kappa.slo import IdleSpeed, idle_tpot_s, idle_ttft_s, limits, median_node
+from kappa.slo import idle_speed, limits, median_idle
 from kappa_router.config import RouterConfig
 from kappa_router.load_plans import planner_of
 from kappa_router.policy import Policy, policy_named
@@ -160,7 +160,7 @@ def traffic_of(config: SimulationConfig) -> Traffic:
     if rate_rps is None:
         assert config.load is not None
         rate_rps = config.load * capacity_of(config)
-    speeds = [idle_speed(node, config.shape) for node in config.cluster.nodes]
+    speeds = [idle_speed(config.shape, node.profile) for node in config.cluster.nodes]
     typical = sorted(speeds, key=lambda s: s.step.token_s)[(len(speeds) - 1) // 2]
     traffic = build_traffic(
         config.workload,
@@ -181,13 +181,6 @@ def capacity_of(config: SimulationConfig) -> float:
     from kappa_simulator.capacity import capacity_rps
 
     return capacity_rps(config.workload, config.cluster.nodes, config.shape, warm=config.warm)
-
-
-def idle_speed(node: NodeSpec, shape: ModelShape) -> IdleSpeed:
-    """A node's true speed for a request that it serves alone."""
-    profile = node.profile
-    token_s = load_token_s(shape, profile)
-    return IdleSpeed(step_model(shape, profile), token_s, profile.load_fixed_s)
 
 
 def node_models(config: SimulationConfig) -> list[NodeModel]:
@@ -244,14 +237,9 @@ def announcements_of(config: SimulationConfig, models: Sequence[NodeModel]) -> l
 
 def _outcome(config: SimulationConfig, policy: str, traffic: Traffic, play: Play) -> Outcome:
     prompts, outputs = traffic.prompt_tokens, traffic.output_tokens
-    kinds: dict[IdleSpeed, int] = {}
-    for node in config.cluster.nodes:
-        speed = idle_speed(node, config.shape)
-        kinds[speed] = kinds.get(speed, 0) + 1
-    counts = list(kinds.values())
-    new = prompts - traffic.reuse_tokens
-    idle = median_node([idle_ttft_s(s, traffic.reuse_tokens, new) for s in kinds], counts)
-    tpot = median_node([idle_tpot_s(s, prompts, outputs) for s in kinds], counts)
+    speeds = (idle_speed(config.shape, node.profile) for node in config.cluster.nodes)
+    reused = traffic.reuse_tokens
+    idle, tpot = median_idle(speeds, reused, prompts - reused, outputs)
     allowed = limits(idle, tpot)
     sessions = np.repeat(np.arange(len(traffic.turns)), [len(turns) for turns in traffic.turns])
     ttft_s, tpot_s = np.array(play.ttft_s), np.array(play.tpot_s)
