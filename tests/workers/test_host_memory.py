@@ -11,7 +11,7 @@ from kappa.settings.engine import LmcacheSettings
 from kappa_workers import host_memory
 from kappa_workers.host_memory import HostBudget, HostBudgetError, check_host_memory, host_budget
 from kappa_workers.vllm.arguments import BY_SHARE, EngineLimits, TierChoice
-from tests.workers.plans import worker_plan
+from tests.workers.plans import EMULATED, worker_plan
 
 pytestmark = pytest.mark.vllm
 
@@ -119,7 +119,7 @@ def test_what_is_free_in_dev_shm_is_read():
         ({"shm_bytes": 1000}, {"gpus": 1, "tier": TierChoice("native")}, "/dev/shm has"),
         ({"shm_bytes": 1000}, {"gpus": 1, "tier": TierChoice("own")}, ""),
         ({"cgroup_bytes": 100 << 20}, {}, "pod's memory limit"),
-        ({"cgroup_bytes": 100 << 20}, {"kind": "emulated"}, ""),  # it keeps nothing
+        ({"cgroup_bytes": 100 << 20}, {"engine": EMULATED}, ""),  # it keeps nothing
         ({"machine_bytes": 0}, {"tier": TierChoice("lmcache")}, "the machine has"),
         ({"machine_bytes": 0}, {"tier": TierChoice("lmcache", lmcache=SHARED)}, ""),
     ],

@@ -50,7 +50,7 @@ class Measuring:
         """The plan with what the engine chose where it was given nothing. RuntimeError: it does not
         say, and a limit is not given either."""
         plan = self._plan
-        if plan.kind != "vllm":
+        if plan.engine.kind != "vllm":
             return plan
         try:
             call = self.collective_rpc("kappa_engine")
@@ -69,7 +69,7 @@ class Measuring:
         """This machine and engine, as measured now or at an earlier start; its disk as it is now.
         again: measure the machine even if it is known. The engine measures itself only before it
         serves: its blocks are written over."""
-        if self._plan.kind == "vllm" and self._plan.tier.kind == STOCK_TIER:
+        if self._plan.engine.kind == "vllm" and self._plan.tier.kind == STOCK_TIER:
             return Profile({}, "host_tier stock: nothing of ours runs in the engine to measure it")
         async with _alone(self._profile_path().with_suffix(".lock")):
             found = await self._measure_alone(again=again)
