@@ -6,12 +6,12 @@ which are looked for when each section is sound.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from kappa.keys import TENANT_NAME
@@ -35,6 +35,16 @@ class Section(BaseModel):
     """A part of the settings: unknown keys are refused, values do not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def read_by(reader: Callable[[str], object]) -> AfterValidator:
+    """A check of texts, kept as they are; `reader` raises ValueError for one that is wrong."""
+
+    def checked(value: str) -> str:
+        reader(value)
+        return value
+
+    return AfterValidator(checked)
 
 
 def refuse(faults: Iterable[Fault]) -> None:
