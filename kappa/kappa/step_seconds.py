@@ -44,12 +44,6 @@ def chunk_pairs(new_tokens: N, context_tokens: N) -> N:
 
 
 @compiled
-def decode_pairs(requests: N, context_tokens: N) -> N:
-    """The same of requests that decode a token each, with these contexts between them."""
-    return context_tokens + 0.5 * requests
-
-
-@compiled
 def computing_s(tokens: N, pairs: N, token_s: float, pair_s: float) -> N:
     """Seconds of GEMMs and attention."""
     return tokens * token_s + pairs * pair_s
