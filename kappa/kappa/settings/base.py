@@ -104,18 +104,19 @@ def settings_from(
         raise SettingsError(f"{where}: {error.error_count()} fault(s)\n{faults}") from None
 
 
-def changed_sections(
-    settings: Section, options: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """Overrides for `settings_from` by which options, by section, go before these settings. An
-    option that is None was not given."""
-    changes = {}
+def settings_with(
+    options: Mapping[str, Mapping[str, Any]], kind: type[AnySection], path: str | Path | None,
+    **overrides: Any,
+) -> AnySection:  # fmt: skip
+    """`settings_from`, with options, by section, before all else. An option that is None was not
+    given."""
+    settings = settings_from(kind, path, **overrides)
     for section, given in options.items():
         changed = {name: value for name, value in given.items() if value is not None}
         if changed:
             there: Section | None = getattr(settings, section)
-            changes[section] = {**(there.model_dump() if there else {}), **changed}
-    return changes
+            overrides[section] = {**(there.model_dump() if there else {}), **changed}
+    return settings_from(kind, path, **overrides)
 
 
 def _shown(loc: tuple[int | str, ...]) -> list[str]:
