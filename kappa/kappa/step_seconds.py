@@ -68,9 +68,7 @@ def steps_s(step: Any, steps: N, tokens: N, pairs: N, reads: N) -> N:
     then the longer of attention's computing and its KV reads; then sums over GPUs; then what is
     fixed.
     """
-    gemm_s, weights_s = tokens * step.token_s, steps * step.weights_s
-    if step.experts_s > 0:
-        weights_s = weights_read_s(step, steps, tokens)
+    gemm_s, weights_s = tokens * step.token_s, weights_read_s(step, steps, tokens)
     longer_s = max(gemm_s, weights_s)
     beside_s = longer_s + step.exposed * (gemm_s + weights_s - longer_s)
     attention_s = max(pairs * step.pair_s, reads * step.context_token_s)
