@@ -25,7 +25,7 @@ from kappa_workers.identity import (
     measured_node,
     of_all_ranks,
 )
-from kappa_workers.vllm.arguments import Endpoints, EngineLimits, EngineTier, TierChoice
+from kappa_workers.vllm.arguments import Endpoints, EngineLimits, EngineTier
 from kappa_workers.vllm.options import LinkRules, PeerOptions
 from tests.workers.plans import EMULATED, paced, worker_plan
 
@@ -44,7 +44,7 @@ def said(of: WorkerPlan, rank: int = 0, measured=MEASURED, error: str = "") -> A
 
 @pytest.mark.parametrize("planner", ["tail", "kv"])
 def test_announcement_gives_the_overlap_of_loads_by_layers(planner) -> None:
-    ahead = worker_plan(paced("pcie"), tier=TierChoice(planner=planner))
+    ahead = worker_plan(paced("pcie"), engine=EngineSettings(planner=planner))
     layers = dataclasses.replace(ahead, link=LinkRules(by_layer=True))
     rates = layers.engine_tier(0, {}).rates
     assert (rates is None) == (planner == "kv")
@@ -85,7 +85,7 @@ def test_announcement_of_a_paced_node_prices_the_emulated_model() -> None:
 
 @pytest.mark.parametrize("kind", ["own", "native", "lmcache"])
 def test_the_host_tier_that_runs_is_announced(kind) -> None:
-    assert said(worker_plan(paced("pcie"), tier=TierChoice(kind))).tier == kind
+    assert said(worker_plan(paced("pcie"), engine=EngineSettings(host_tier=kind))).tier == kind
 
 
 def test_an_unpaced_node_takes_the_measured_figures() -> None:

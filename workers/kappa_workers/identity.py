@@ -27,7 +27,6 @@ from kappa_workers.vllm.arguments import (
     EngineLimits,
     EngineTier,
     Pace,
-    TierChoice,
     add_nixl,
     engine_kwargs,
     fingerprint,
@@ -74,7 +73,6 @@ class WorkerPlan:
     engine: EngineSettings = field(default_factory=EngineSettings)
     # Of `engine.sparse.heads`, since that file may be on another machine. None: all count alike.
     heads: HeadProfile | None = None
-    tier: TierChoice = field(default_factory=TierChoice)
     pool: str = ""
     role: str = "both"
     # GPUs of each worker.
@@ -94,6 +92,11 @@ class WorkerPlan:
     drain_s: float = 60.0
     # Seconds without a running thread after which the replica is ended.
     silent_s: float = 10.0
+
+    @property
+    def tier(self) -> str:
+        """The kind of its host tier."""
+        return self.engine.tier_on(self.gpus)
 
     def node(self, rank: int) -> NodeProfile:
         """The node of a rank, with the link rates that copies of its model's KV reach."""
@@ -141,17 +144,17 @@ class WorkerPlan:
 
     @property
     def disk_blocks(self) -> int:
-        return self.tier.disk_bytes // row_bytes(int(self.block_bytes))
+        return self.engine.disk_bytes // row_bytes(int(self.block_bytes))
 
     def engine_tier(self, rank: int, measured: Mapping[str, Any], server: str = "") -> EngineTier:
         """The host tier of the engine with this rank. measured: of the machine, from an earlier
         start; without, a node that is not paced has no rates to plan by, and loads all. server: of
         LMCache, if the worker started one."""
         node, rates = measured_node(self.node(rank), measured, self.served), None
-        if self.tier.planner == TAIL and node.source != "catalogue":
+        if self.engine.planner != LOAD_ALL and node.source != "catalogue":
             shape = self.emulated if node.source == "paced" else self.served
             rates = tail_rates(shape, node, self.layers_loaded)
-        return EngineTier(self.tier, rates, server, self.host_blocks, self.link)
+        return EngineTier(self.tier, self.engine, rates, server, self.host_blocks, self.link)
 
     def profile_request(self) -> dict[str, Any]:
         return {
@@ -337,8 +340,8 @@ def announce(
         step_factor=plan.scheduler.step_factor if known else 0.0,
         engine=plan.engine.kind,
         load_plan=load_plan,
-        tier=plan.tier.kind,
-        shared_tier=(plan.tier.lmcache.server or "") if plan.tier.shared else "",
+        tier=plan.tier,
+        shared_tier=plan.engine.shared_server,
         measured=profile.measured,
         pool=plan.pool,
         role=plan.role,

@@ -110,7 +110,7 @@ class KappaServer(Measuring, LLMServer):
         announced = self._announce(profile)
         self._stream.complete = power_reporter(announced, plan.gpus)
         # A stock engine says nothing of its own.
-        if plan.engine.kind != "vllm" or plan.tier.kind != STOCK_TIER:
+        if plan.engine.kind != "vllm" or plan.tier != STOCK_TIER:
             self._hang = HangWatch(hang_patience_s(announced), time.monotonic())
         node = announced.node
         paced = node.silicon or node.source == "paced"
@@ -137,15 +137,15 @@ class KappaServer(Measuring, LLMServer):
         scheduler = structs.replace(plan.scheduler, profile=str(self._profile_path()))
         plan = replace(plan, scheduler=scheduler)
         configure_vllm(llm_config, plan, self._rank, endpoints, self._tier)
-        return None if plan.gpus or plan.tier.kind == STOCK_TIER else OneProcessEngine
+        return None if plan.gpus or plan.tier == STOCK_TIER else OneProcessEngine
 
     def _prepare_tier(self) -> EngineTier:
         """The engine's host tier; an LMCache server is started if the worker is to have its own."""
         plan, server = self._plan, ""
-        if plan.tier.kind == LMCACHE and plan.limits.host_bytes:
+        if plan.tier == LMCACHE and plan.limits.host_bytes:
             self._lmcache = prepare_lmcache(
                 plan.cache_dir,
-                plan.tier.lmcache.server or "",
+                plan.engine.lmcache.server or "",
                 plan.limits.block_tokens,
                 plan.limits.host_bytes,
                 Path(plan.cache_dir) / "logs" / f"lmcache-{self._worker}.log",

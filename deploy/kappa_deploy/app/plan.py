@@ -275,7 +275,7 @@ def worker_plan(
     stream_host: loopback in a cluster that we start, which is on one machine.
     """
     from kappa_workers.identity import WorkerPlan
-    from kappa_workers.vllm.arguments import EngineLimits, TierChoice
+    from kappa_workers.vllm.arguments import EngineLimits
     from kappa_workers.vllm.options import LinkRules
 
     e, s = pool.engine_settings(settings.engine), settings.scheduler
@@ -297,13 +297,6 @@ def worker_plan(
         link=LinkRules(s.duplex, s.link_order, s.store_backlog_s, by_layer=e.load == "layers"),
         engine=e.model_copy(update={"act_share": _act_share(e, model)}),
         heads=_heads(e, model),
-        tier=TierChoice(
-            e.tier_on(pool.placement.gpus),
-            "kv" if e.planner == "kv" else "tail",
-            e.lmcache,
-            e.disk_dir or "",
-            e.disk_bytes,
-        ),
         pool=pool.name,
         role=pool.role,
         gpus=pool.placement.gpus,
