@@ -63,15 +63,10 @@ N = TypeVar("N", float, Floats)
 
 Bound = Literal["memory", "compute"]
 
-_chunk_pairs, _decode_pairs = map(
-    interpreted, (step_seconds.chunk_pairs, step_seconds.decode_pairs)
-)
+_chunk_pairs = interpreted(step_seconds.chunk_pairs)
 _computing_s, _steps_s = interpreted(step_seconds.computing_s), interpreted(step_seconds.steps_s)
 _weights_s = interpreted(step_seconds.weights_read_s)
-_transfer_s, _limited = (
-    interpreted(step_seconds.transfer_s),
-    interpreted(step_seconds.limited_tokens),
-)
+_transfer_s, _limited = map(interpreted, (step_seconds.transfer_s, step_seconds.limited_tokens))
 _steps_arrays_s: Any = interpreted(step_seconds.steps_s, max=np.maximum)
 
 # A context so long that the pairs among the new tokens do not count.
@@ -105,17 +100,16 @@ def chunk_work(new_tokens: N, context_tokens: N) -> StepWork[N]:
 
 
 def decode_work(requests: N, context_tokens: N) -> StepWork[N]:
-    """Decode a token for each of `requests` with `context_tokens` between them."""
-    pairs = _decode_pairs(requests, context_tokens)
-    return StepWork(requests, pairs, context_tokens + requests)
+    """Decode a token for each of `requests` with `context_tokens` between them: of its own pair a
+    token counts half, as in a chunk."""
+    return StepWork(requests, context_tokens + 0.5 * requests, context_tokens + requests)
 
 
 def batch_work(
     chunks: Iterable[tuple[float, float]], requests: float = 0, context_tokens: float = 0
 ) -> StepWork[float]:
     """What one step over [(new tokens, context tokens before them)] and decoding requests does."""
-    tokens, reads = requests, context_tokens + requests
-    pairs = _decode_pairs(requests, context_tokens)
+    tokens, pairs, reads = decode_work(requests, context_tokens)
     for new, context in chunks:
         tokens += new
         pairs += _chunk_pairs(new, context)

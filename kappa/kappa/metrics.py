@@ -42,6 +42,10 @@ def _gauge(name: str, meaning: str, *labels: str) -> Metric:
     return Metric(name, "gauge", meaning, labels)
 
 
+def _worker_gauge(name: str, meaning: str, *labels: str) -> Metric:
+    return _gauge(name, meaning, "node", "worker", *labels)
+
+
 def _histogram(name: str, meaning: str, buckets: tuple[float, ...], *labels: str) -> Metric:
     return Metric(name, "histogram", meaning, labels, buckets)
 
@@ -52,8 +56,8 @@ REQUEST_SECONDS = _histogram(
     "kappa_request_seconds", "a request at the front door, its answer included", _SECONDS
 )
 RATIO = _histogram("kappa_request_ratio", "cached-to-new ratio on the chosen node", _RATIOS, "node")
-CRITICAL_RATIO = _gauge(
-    "kappa_critical_ratio", "critical ratio of a node for 128 new tokens", "node", "worker"
+CRITICAL_RATIO = _worker_gauge(
+    "kappa_critical_ratio", "critical ratio of a node for 128 new tokens"
 )
 PREDICTED_TTFT = _histogram(
     "kappa_predicted_ttft_seconds", "predicted time to first token", _SECONDS, "node"
@@ -68,15 +72,13 @@ DECISION_SECONDS = _histogram("kappa_decision_seconds", "time taken by one decis
 TOKENIZE_SECONDS = _histogram(
     "kappa_tokenize_seconds", "time to render and tokenize one prompt", _SECONDS
 )
-RESERVATIONS = _gauge("kappa_reservations", "requests in flight", "node", "worker")
-LINK_BACKLOG = _gauge("kappa_link_backlog_seconds", "queued loads", "node", "worker")
-GPU_BACKLOG = _gauge("kappa_gpu_backlog_seconds", "queued prompts", "node", "worker")
+RESERVATIONS = _worker_gauge("kappa_reservations", "requests in flight")
+LINK_BACKLOG = _worker_gauge("kappa_link_backlog_seconds", "queued loads")
+GPU_BACKLOG = _worker_gauge("kappa_gpu_backlog_seconds", "queued prompts")
 INDEX_BLOCKS = _gauge("kappa_index_blocks", "entries of the prefix index")
-CACHED_TOKENS = _gauge(
+CACHED_TOKENS = _worker_gauge(
     "kappa_cached_tokens",
     "tokens whose KV a node holds, by tier (device, host, disk), as the prefix index knows",
-    "node",
-    "worker",
     "tier",
 )
 INDEX_LOSSES = _counter(
@@ -99,52 +101,32 @@ OVERRUNS = _counter(
 )
 LOAD_BYTES = _counter("kappa_load_bytes", "bytes moved host to device", "node")
 STORE_BYTES = _counter("kappa_store_bytes", "bytes moved device to host", "node")
-LOAD_BANDWIDTH = _gauge(
-    "kappa_load_bytes_per_second", "measured host-to-device bandwidth", "node", "worker"
-)
-ANNOUNCED_BANDWIDTH = _gauge(
+LOAD_BANDWIDTH = _worker_gauge("kappa_load_bytes_per_second", "measured host-to-device bandwidth")
+ANNOUNCED_BANDWIDTH = _worker_gauge(
     "kappa_announced_bytes_per_second",
     "bandwidth that a node announced, by direction: load, store",
-    "node",
-    "worker",
     "direction",
 )
-STEP_FIT = _gauge(
-    "kappa_step_fit_ratio",
-    "R² of the constants fitted to a node's measured steps",
-    "node",
-    "worker",
+STEP_FIT = _worker_gauge(
+    "kappa_step_fit_ratio", "R² of the constants fitted to a node's measured steps"
 )
-PROFILE_AGE = _gauge("kappa_profile_age_seconds", "since a node was measured", "node", "worker")
-LINK_SCALE = _gauge(
-    "kappa_calibration_link_ratio",
-    "learnt over announced seconds of a load of 2,048 tokens",
-    "node",
-    "worker",
+PROFILE_AGE = _worker_gauge("kappa_profile_age_seconds", "since a node was measured")
+LINK_SCALE = _worker_gauge(
+    "kappa_calibration_link_ratio", "learnt over announced seconds of a load of 2,048 tokens"
 )
-COMPUTE_SCALE = _gauge(
-    "kappa_calibration_compute_ratio",
-    "learnt over announced seconds of a prompt of 2,048 tokens",
-    "node",
-    "worker",
+COMPUTE_SCALE = _worker_gauge(
+    "kappa_calibration_compute_ratio", "learnt over announced seconds of a prompt of 2,048 tokens"
 )
-CALIBRATION_SD = _gauge(
+CALIBRATION_SD = _worker_gauge(
     "kappa_calibration_ttft_deviation",
     "how far a time to first token lies from its prediction (standard deviation of the logarithm)",
-    "node",
-    "worker",
 )
-CALIBRATION_BELIEVED = _gauge(
+CALIBRATION_BELIEVED = _worker_gauge(
     "kappa_calibration_believed",
     "1 if the steps and loads that a worker reports agree with its first tokens, else 0",
-    "node",
-    "worker",
 )
-OVERHEAD = _gauge(
-    "kappa_calibration_overhead_seconds",
-    "what a request costs besides the engine",
-    "node",
-    "worker",
+OVERHEAD = _worker_gauge(
+    "kappa_calibration_overhead_seconds", "what a request costs besides the engine"
 )
 TENANT_REQUESTS = _counter(
     "kappa_tenant_requests",
@@ -163,12 +145,8 @@ TENANT_CHARGE = _counter(
     "tenant",
     "resource",
 )
-ENGINE_REQUESTS = _gauge(
-    "kappa_engine_requests",
-    "requests in an engine's last iteration, by state",
-    "node",
-    "worker",
-    "state",
+ENGINE_REQUESTS = _worker_gauge(
+    "kappa_engine_requests", "requests in an engine's last iteration, by state", "state"
 )
 ITERATIONS = _counter("kappa_scheduler_iterations", "iterations of the engine's scheduler", "node")
 QUEUED_ITERATIONS = _counter(
@@ -222,14 +200,12 @@ TENANT_OLDEST = _gauge(
     "tenant",
 )
 TENANT_WEIGHT = _gauge("kappa_tenant_weight", "a tenant's share", "tenant")
-POWER = _gauge(
+POWER = _worker_gauge(
     "kappa_node_power_watts",
     "what a node's GPUs draw; source: nvml, model, or paced (modelled, as the node it is paced as)",
-    "node",
-    "worker",
     "source",
 )
-POWER_CAP = _gauge("kappa_node_power_cap_watts", "what they may draw", "node", "worker", "source")
+POWER_CAP = _worker_gauge("kappa_node_power_cap_watts", "what they may draw", "source")
 ENERGY = _counter(
     "kappa_energy_joules",
     "energy that a node's GPUs used; of a paced node in its own, undilated time",
@@ -271,11 +247,8 @@ RETRIES = _counter(
 ENDS_LOST = _counter(
     "kappa_request_ends_lost", "requests of which the front door said no more, and no end"
 )
-BREAKER_OPEN = _gauge(
-    "kappa_breaker_open",
-    "circuit breaker of a node: 0 closed, 0.5 half open, 1 open",
-    "node",
-    "worker",
+BREAKER_OPEN = _worker_gauge(
+    "kappa_breaker_open", "circuit breaker of a node: 0 closed, 0.5 half open, 1 open"
 )
 BREAKER_OPENED = _counter(
     "kappa_breaker_opened", "times that a node's circuit breaker opened, by why", "node", "why"

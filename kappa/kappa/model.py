@@ -122,26 +122,16 @@ def attention_flops(shape: ModelShape, new_tokens: float, context_tokens: float)
     context, 4·r·d per head and token, then pays (4d + 2·rope) per pair. Long prefills expand,
     decoding absorbs.
     """
-    return min(
-        start + slope * context_tokens for start, slope in attention_lines(shape, new_tokens)
-    )
-
-
-def attention_lines(shape: ModelShape, new_tokens: float) -> tuple[tuple[float, float], ...]:
-    """Attention FLOPs as lines in the context, one per form: (FLOPs at 0, FLOPs per token)."""
-    heads = shape.kv_layers * shape.heads
-    square = 0.5 * new_tokens * new_tokens
-    if shape.attention != "mla":
-        per_pair = 4.0 * heads * shape.head_dim
-        return ((per_pair * square, per_pair * new_tokens),)
+    heads, square = shape.kv_layers * shape.heads, 0.5 * new_tokens * new_tokens
     rank, rope, dim = shape.kv_lora_rank, shape.rope_head_dim, shape.head_dim
-    absorbed = heads * (4.0 * rank + 2.0 * rope)
-    expanded = heads * (4.0 * dim + 2.0 * rope)
-    rebuild = heads * 4.0 * rank * dim
-    return (
-        (absorbed * square, absorbed * new_tokens),
-        (expanded * square, expanded * new_tokens + rebuild),
-    )
+
+    def form(per_pair: float, per_token: float = 0.0) -> float:
+        return per_pair * square + (per_pair * new_tokens + per_token) * context_tokens
+
+    if shape.attention != "mla":
+        return form(4.0 * heads * dim)
+    absorbed = form(heads * (4.0 * rank + 2.0 * rope))
+    return min(absorbed, form(heads * (4.0 * dim + 2.0 * rope), heads * 4.0 * rank * dim))
 
 
 def expert_params(shape: ModelShape) -> tuple[float, float]:

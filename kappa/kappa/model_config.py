@@ -301,18 +301,23 @@ class _Reader:
         except ValueError as error:
             raise self.fail(key, f"names an {error}") from None
 
-    def _quantised_bytes(self) -> float | None:
-        """Bytes of a quantised weight, whatever dtype is computed in; None if none is quantised."""
+    def _quantisation(self, of: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """How the model is quantised, and how in its first group of layers `of`, weights or
+        activations, is; empty where nothing is said."""
         quantisation = self.data.get("quantization_config")
         if not isinstance(quantisation, Mapping):
-            return None
+            return {}, {}
+        groups: Any = quantisation.get("config_groups")
+        first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
+        return quantisation, (first.get(of) or {}) if isinstance(first, Mapping) else {}
+
+    def _quantised_bytes(self) -> float | None:
+        """Bytes of a quantised weight, whatever dtype is computed in; None if none is quantised."""
+        quantisation, weights = self._quantisation("weights")
         if quantisation.get("load_in_4bit"):
             return 0.5
         if quantisation.get("load_in_8bit"):
             return 1.0
-        groups: Any = quantisation.get("config_groups")
-        first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
-        weights = (first.get("weights") or {}) if isinstance(first, Mapping) else {}
         for bits in (quantisation.get("bits"), quantisation.get("w_bit"), weights.get("num_bits")):
             if isinstance(bits, int) and bits > 0:
                 return bits / 8.0
@@ -322,12 +327,7 @@ class _Reader:
 
     def _gemm_bytes(self) -> float:
         """Bytes of an operand of the products: as the activations are quantised, else two."""
-        quantisation = self.data.get("quantization_config")
-        if not isinstance(quantisation, Mapping):
-            return 2.0
-        groups: Any = quantisation.get("config_groups")
-        first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
-        inputs = (first.get("input_activations") or {}) if isinstance(first, Mapping) else {}
+        quantisation, inputs = self._quantisation("input_activations")
         if isinstance(bits := inputs.get("num_bits"), int) and bits > 0:
             return bits / 8.0
         method, algorithm = quantisation.get("quant_method"), str(quantisation.get("quant_algo"))

@@ -166,10 +166,7 @@ def silicon_table(name: str, path: Path = DATA) -> SiliconTable:
     Raises:
         ValueError: there is none (the near ones are listed); or one that lacks something.
     """
-    names, arrays = _arrays(path)
-    if name not in names:
-        raise unknown_name("table of silicon", name, names, "choose one")
-    model, node = name.split("/")[1], silicon_node(name)
+    arrays, node = _arrays(path)[1], silicon_node(name)
     axes = {axis: arrays[axis].astype(float) for axis in ("new", "cached", "batch", "context")}
     parts = {}
     for part, (rows, columns) in _PARTS.items():
@@ -185,7 +182,8 @@ def silicon_table(name: str, path: Path = DATA) -> SiliconTable:
             row, column = np.argwhere(needed & ~(parts[part] > 0))[0]
             where = f"{rows} {axes[rows][row]:g}, {columns} {axes[columns][column]:g}"
             raise ValueError(f"{path}: {name} has a hole in {part} at {where}: derive it again")
-    return SiliconTable(name, step_model(silicon_shape(model), node), **axes, **parts)
+    law = step_model(silicon_shape(name.split("/")[1]), node)
+    return SiliconTable(name, law, **axes, **parts)
 
 
 def silicon_node(name: str) -> NodeProfile:

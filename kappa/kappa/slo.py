@@ -9,7 +9,8 @@ misses. Figures are vectors over requests, in seconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ class IdleSpeed:
 
 
 def idle_speed(shape: ModelShape, node: NodeProfile) -> IdleSpeed:
-    """A node's speed for a model."""
+    """The speed of a node that serves a model, by the law."""
     return IdleSpeed(step_model(shape, node), load_token_s(shape, node), node.load_fixed_s)
 
 
@@ -83,6 +84,18 @@ def median_node(by_node: Sequence[Floats], counts: Sequence[int] | None = None) 
     picked = np.take_along_axis(order, first[None, :], axis=0)
     median: Floats = np.take_along_axis(values, picked, axis=0)[0]
     return median
+
+
+def median_idle(
+    speeds: Iterable[IdleSpeed], cached: NDArray[Any], new: NDArray[Any], output: NDArray[Any]
+) -> tuple[Floats, Floats]:
+    """Each request's idle TTFT, and its idle seconds per later token, on the median of nodes with
+    these speeds. cached, new, output: tokens, shape (requests,)."""
+    kinds = Counter(speeds)
+    counts = list(kinds.values())
+    ttft = [idle_ttft_s(kind, cached, new) for kind in kinds]
+    tpot = [idle_tpot_s(kind, cached + new, output) for kind in kinds]
+    return median_node(ttft, counts), median_node(tpot, counts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -44,12 +44,6 @@ def chunk_pairs(new_tokens: N, context_tokens: N) -> N:
 
 
 @compiled
-def decode_pairs(requests: N, context_tokens: N) -> N:
-    """The same of requests that decode a token each, with these contexts between them."""
-    return context_tokens + 0.5 * requests
-
-
-@compiled
 def computing_s(tokens: N, pairs: N, token_s: float, pair_s: float) -> N:
     """Seconds of GEMMs and attention."""
     return tokens * token_s + pairs * pair_s
@@ -74,9 +68,7 @@ def steps_s(step: Any, steps: N, tokens: N, pairs: N, reads: N) -> N:
     then the longer of attention's computing and its KV reads; then sums over GPUs; then what is
     fixed.
     """
-    gemm_s, weights_s = tokens * step.token_s, steps * step.weights_s
-    if step.experts_s > 0:
-        weights_s = weights_read_s(step, steps, tokens)
+    gemm_s, weights_s = tokens * step.token_s, weights_read_s(step, steps, tokens)
     longer_s = max(gemm_s, weights_s)
     beside_s = longer_s + step.exposed * (gemm_s + weights_s - longer_s)
     attention_s = max(pairs * step.pair_s, reads * step.context_token_s)

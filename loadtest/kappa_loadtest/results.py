@@ -239,11 +239,7 @@ class Objective:
         )
         prompt, output = (column.to_numpy().astype(np.float64) for column in lengths)
         cached = np.minimum(table["cached_tokens"].to_numpy(), np.maximum(prompt - 1, 0))
-        kinds = list(dict.fromkeys(self.speeds))
-        counts = [self.speeds.count(kind) for kind in kinds]
-        ttft = [slo.idle_ttft_s(kind, cached, prompt - cached) for kind in kinds]
-        tpot = [slo.idle_tpot_s(kind, prompt, output) for kind in kinds]
-        return slo.median_node(ttft, counts), slo.median_node(tpot, counts)
+        return slo.median_idle(self.speeds, cached, prompt - cached, output)
 
 
 def _positive_or(column: str, other: str) -> pl.Expr:

@@ -20,7 +20,7 @@ from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.plans.measured import as_measured
 from kappa.plans.rates import rates_from_law
 from kappa.protocol import Announcement
-from kappa.slo import IdleSpeed, idle_speed, idle_tpot_s, idle_ttft_s, limits, median_node
+from kappa.slo import idle_speed, limits, median_idle
 from kappa_router.config import RouterConfig
 from kappa_router.load_plans import planner_of
 from kappa_router.policy import Policy, policy_named
@@ -237,14 +237,9 @@ def announcements_of(config: SimulationConfig, models: Sequence[NodeModel]) -> l
 
 def _outcome(config: SimulationConfig, policy: str, traffic: Traffic, play: Play) -> Outcome:
     prompts, outputs = traffic.prompt_tokens, traffic.output_tokens
-    kinds: dict[IdleSpeed, int] = {}
-    for node in config.cluster.nodes:
-        speed = idle_speed(config.shape, node.profile)
-        kinds[speed] = kinds.get(speed, 0) + 1
-    counts = list(kinds.values())
-    new = prompts - traffic.reuse_tokens
-    idle = median_node([idle_ttft_s(s, traffic.reuse_tokens, new) for s in kinds], counts)
-    tpot = median_node([idle_tpot_s(s, prompts, outputs) for s in kinds], counts)
+    speeds = (idle_speed(config.shape, node.profile) for node in config.cluster.nodes)
+    reused = traffic.reuse_tokens
+    idle, tpot = median_idle(speeds, reused, prompts - reused, outputs)
     allowed = limits(idle, tpot)
     ttft_s, tpot_s = np.array(play.ttft_s), np.array(play.tpot_s)
     cached, new_tokens = np.array(play.cached_tokens), np.array(play.new_tokens)

@@ -265,17 +265,15 @@ def heads(tmp_path, layers):
 
 
 def test_plan_carries_the_sparse_settings_and_the_head_scores(tmp_path):
-    sparse = {"share": 0.2, "lanes": 7, "max_age": 5, "loss": 0.03, "heads": heads(tmp_path, 32)}
+    sparse = {"lanes": 7, "heads": heads(tmp_path, 32)}
     plan = planned(tmp_path, {"kind": "torch", "approx": "ask", "sparse": sparse})
-    assert (plan.approx, plan.sparse.settings.slots, plan.sparse.settings.max_age) == ("ask", 7, 5)
-    assert plan.sparse.settings.clo.share == 0.2 and plan.sparse.settings.clo.eta == 0.8
-    assert plan.sparse.loss == 0.03
-    assert np.array_equal(plan.sparse.heads.importance, np.full((32, 32), 0.25))
+    assert plan.engine.sparse.lanes == 7
+    assert np.array_equal(plan.heads.importance, np.full((32, 32), 0.25))
 
 
 def test_without_approximation_no_file_of_heads_is_read(tmp_path):
     plan = planned(tmp_path, {"kind": "torch", "sparse": {"heads": "/nowhere"}})
-    assert plan.approx == "never" and plan.sparse.heads is None
+    assert plan.engine.approx == "never" and plan.heads is None
 
 
 def test_scores_of_another_model_stop_the_start(tmp_path):
@@ -288,7 +286,7 @@ def test_scores_of_another_model_stop_the_start(tmp_path):
 def test_plan_refuses_activations_larger_than_kv_with_the_ratio(tmp_path, planner):
     with pytest.raises(StartError, match=r"8 KV heads .* are 2 times its KV: use host-kv"):
         planned(tmp_path, {"kind": "torch", "planner": planner})
-    assert planned(tmp_path, {"kind": "torch", "planner": "host-kv"}).act_share == 0.0
+    assert planned(tmp_path, {"kind": "torch", "planner": "host-kv"}).engine.act_share == 0.0
 
 
 def test_several_gpus_are_one_worker_of_their_seconds_and_bytes():

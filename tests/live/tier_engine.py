@@ -23,18 +23,12 @@ from kappa.hardware import node_profile
 from kappa.host import free_port
 from kappa.model import kv_bytes_per_token
 from kappa.protocol import PLAN_KEY
-from kappa.settings.engine import LmcacheSettings, TransferSettings
+from kappa.settings.engine import EngineSettings, TransferSettings
 from kappa.shapes import model_shape
 from kappa_workers.tiny_model import make_tiny_model
-from kappa_workers.vllm.arguments import (
-    CPU_ENV,
-    EngineTier,
-    TierChoice,
-    meet_peers,
-    transfer_config,
-)
+from kappa_workers.vllm.arguments import CPU_ENV, EngineTier, meet_peers, transfer_config
 from kappa_workers.vllm.options import PeerOptions
-from kappa_workers.vllm.tail_recompute import LOAD_ALL, TAIL, tail_rates
+from kappa_workers.vllm.tail_recompute import LOAD_ALL, tail_rates
 
 # What the engine's processes report of a prompt is here so soon after its answer.
 _NEWS_S = 0.5
@@ -166,9 +160,8 @@ def main():
         listener = Listener(folder)
         kind, peers = tier.pop("kind", "own"), tier.pop("peers", False)
         host_bytes = tier.pop("host_bytes", 1 << 26)
-        disk = tier.pop("disk_dir", ""), tier.pop("disk_bytes", 0)
-        choice = TierChoice(kind, TAIL, LmcacheSettings(**tier), *disk)
-        own = EngineTier(choice, slow_rates())
+        disk = {name: tier.pop(name) for name in ("disk_dir", "disk_bytes") if name in tier}
+        own = EngineTier(kind, EngineSettings(lmcache=tier, **disk), slow_rates())
         config = transfer_config(own, host_bytes, listener.stats)
         if kind == "native":
             extra = config["kv_connector_extra_config"]

@@ -16,6 +16,7 @@ from kappa_workers.no_download import NoDownload
 from kappa_workers.own_engine.server import OwnPlan
 from kappa_workers.paced.emulated_engine import WORD
 from kappa_workers.tiny_model import make_tiny_model
+from tests.workers.plans import EMULATED
 
 # Two bytes of KV and a hundred FLOPs per token.
 SHAPE = ModelShape("small", 1, 1, 1, 1, 1, 50.0, 50.0, "mha", 1.0)
@@ -35,7 +36,7 @@ def emulated_plan(worker, limits, endpoints, source="paced", step_s=0.0, silicon
         node_profile("pcie"), source=source, h2d_bytes_per_s=2e6, flops_per_s=1e8,
         hbm_bytes_per_s=1e6, load_fixed_s=0.0, step_fixed_s=step_s, silicon=silicon,
     )  # fmt: skip
-    plan = WorkerPlan((node,), SHAPE, SHAPE, limits, "m", "", "", "", kind="emulated")
+    plan = WorkerPlan((node,), SHAPE, SHAPE, limits, "m", "", "", "", engine=EMULATED)
     return OwnPlan(plan, worker, 0, endpoints)
 
 

@@ -6,10 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from kappa.hardware import NodeProfile, node_profile
+from kappa.settings.engine import EngineSettings
 from kappa.shapes import model_shape
 from kappa_workers.identity import WorkerPlan
 from kappa_workers.vllm.arguments import EngineLimits
 
+EMULATED = EngineSettings(kind="emulated")
 LIMITS = EngineLimits(8192, 32, 264, 64 << 20, 1024, 64, "float32")
 
 

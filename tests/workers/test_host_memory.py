@@ -7,16 +7,17 @@ from dataclasses import replace
 import pytest
 
 from kappa.host import memory_bytes
-from kappa.settings.engine import LmcacheSettings
+from kappa.settings.engine import EngineSettings
 from kappa_workers import host_memory
 from kappa_workers.host_memory import HostBudget, HostBudgetError, check_host_memory, host_budget
-from kappa_workers.vllm.arguments import BY_SHARE, EngineLimits, TierChoice
-from tests.workers.plans import worker_plan
+from kappa_workers.vllm.arguments import BY_SHARE, EngineLimits
+from tests.workers.plans import EMULATED, worker_plan
 
 pytestmark = pytest.mark.vllm
 
 GIB = 1 << 30
-SHARED = LmcacheSettings(server="tcp://elsewhere:5555")
+NATIVE, OWN, LMCACHE = (EngineSettings(host_tier=name) for name in ("native", "own", "lmcache"))
+SHARED = EngineSettings(host_tier="lmcache", lmcache={"server": "tcp://elsewhere:5555"})
 
 
 def files(root, **contents):
@@ -116,12 +117,12 @@ def test_what_is_free_in_dev_shm_is_read():
 @pytest.mark.parametrize(
     ("left", "changes", "fault"),
     [
-        ({"shm_bytes": 1000}, {"gpus": 1, "tier": TierChoice("native")}, "/dev/shm has"),
-        ({"shm_bytes": 1000}, {"gpus": 1, "tier": TierChoice("own")}, ""),
+        ({"shm_bytes": 1000}, {"gpus": 1, "engine": NATIVE}, "/dev/shm has"),
+        ({"shm_bytes": 1000}, {"gpus": 1, "engine": OWN}, ""),
         ({"cgroup_bytes": 100 << 20}, {}, "pod's memory limit"),
-        ({"cgroup_bytes": 100 << 20}, {"kind": "emulated"}, ""),  # it keeps nothing
-        ({"machine_bytes": 0}, {"tier": TierChoice("lmcache")}, "the machine has"),
-        ({"machine_bytes": 0}, {"tier": TierChoice("lmcache", lmcache=SHARED)}, ""),
+        ({"cgroup_bytes": 100 << 20}, {"engine": EMULATED}, ""),  # it keeps nothing
+        ({"machine_bytes": 0}, {"engine": LMCACHE}, "the machine has"),
+        ({"machine_bytes": 0}, {"engine": SHARED}, ""),
     ],
 )
 def test_check_refuses_a_tier_that_does_not_fit(plan, monkeypatch, left, changes, fault):

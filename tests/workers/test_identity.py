@@ -19,16 +19,15 @@ from kappa.shapes import model_shape
 from kappa_workers.identity import (
     Profile,
     ReplicaId,
-    SparsePlan,
     WorkerPlan,
     announce,
     configure_vllm,
     measured_node,
     of_all_ranks,
 )
-from kappa_workers.vllm.arguments import Endpoints, EngineLimits, EngineTier, TierChoice
+from kappa_workers.vllm.arguments import Endpoints, EngineLimits, EngineTier
 from kappa_workers.vllm.options import LinkRules, PeerOptions
-from tests.workers.plans import paced, worker_plan
+from tests.workers.plans import EMULATED, paced, worker_plan
 
 ON_GPUS = EngineSettings(host_bytes=64 << 20).on(gpus=1)
 MEASURED = {
@@ -45,7 +44,7 @@ def said(of: WorkerPlan, rank: int = 0, measured=MEASURED, error: str = "") -> A
 
 @pytest.mark.parametrize("planner", ["tail", "kv"])
 def test_announcement_gives_the_overlap_of_loads_by_layers(planner) -> None:
-    ahead = worker_plan(paced("pcie"), tier=TierChoice(planner=planner))
+    ahead = worker_plan(paced("pcie"), engine=EngineSettings(planner=planner))
     layers = dataclasses.replace(ahead, link=LinkRules(by_layer=True))
     rates = layers.engine_tier(0, {}).rates
     assert (rates is None) == (planner == "kv")
@@ -86,7 +85,7 @@ def test_announcement_of_a_paced_node_prices_the_emulated_model() -> None:
 
 @pytest.mark.parametrize("kind", ["own", "native", "lmcache"])
 def test_the_host_tier_that_runs_is_announced(kind) -> None:
-    assert said(worker_plan(paced("pcie"), tier=TierChoice(kind))).tier == kind
+    assert said(worker_plan(paced("pcie"), engine=EngineSettings(host_tier=kind))).tier == kind
 
 
 def test_an_unpaced_node_takes_the_measured_figures() -> None:
@@ -153,12 +152,12 @@ def test_a_fit_worse_than_the_prior_is_not_used() -> None:
     assert announcement.node.flops_per_s == 5e10
 
 
-def test_engine_request_is_empty_for_paced_and_torch_engines() -> None:
+def test_engine_request_is_empty_for_paced_and_own_engines() -> None:
     real = worker_plan()
     request = real.engine_request(0)
     assert StepModel.from_dict(request["prior"]).token_s > 0 and request["budget_s"] <= 20
     assert worker_plan(paced("pcie")).engine_request(0) == {}
-    assert dataclasses.replace(real, kind="torch").engine_request(0) == {}
+    assert replace(real, engine=EMULATED).engine_request(0) == {}
 
 
 def test_catalogue_link_is_announced_as_copies_reach_it() -> None:
@@ -275,14 +274,12 @@ def test_an_engine_serves_its_peers_where_the_announcement_says():
     assert said(of).net_bytes_per_s == 0.0
 
 
-@pytest.mark.parametrize(("loss", "said"), [(0.06, {"loss": 0.06}), (None, {})])
-def test_announcement_tells_approximate_answers_and_their_loss(loss, said):
-    of = worker_plan(paced("pcie"), approx="ask", sparse=SparsePlan(loss=loss))
+@pytest.mark.parametrize("loss", [0.06, None])
+def test_announcement_tells_approximate_answers_and_their_loss(loss):
+    engine = EngineSettings(kind="torch", approx="ask", sparse={"loss": loss})
+    of, replica = worker_plan(paced("pcie"), engine=engine), ReplicaId("w", 0, "m", "e", "s")
     rates = as_measured(rates_from_law(model_shape("opt-6.7b"), node_profile("pcie")), "m", "d")
-    announced = announce(of, ReplicaId("w", 0, "m", "e", "s"), Profile({}), rates).load_plan
-    assert {key: announced[key] for key in ("approx", "loss") if key in announced} == {
-        "approx": "ask", **said,
-    }  # fmt: skip
-    exact = announce(dataclasses.replace(of, approx="never"), ReplicaId("w", 0, "m", "e", "s"),
-                     Profile({}), rates)  # fmt: skip
+    announced = announce(of, replica, Profile({}), rates).load_plan
+    assert (announced["approx"], announced.get("loss")) == ("ask", loss)
+    exact = announce(replace(of, engine=EMULATED), replica, Profile({}), rates)
     assert not {"approx", "loss"} & set(exact.load_plan)

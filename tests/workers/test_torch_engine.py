@@ -20,12 +20,13 @@ from vllm.sampling_params import RequestOutputKind
 
 from kappa.hardware import node_profile
 from kappa.model import ModelShape
-from kappa.plans.clo import CloConfig, SparseSettings, read_heads, thresholds
+from kappa.plans.clo import read_heads, thresholds
 from kappa.plans.measured import rates_from_measured
+from kappa.settings.engine import EngineSettings
 from kappa.shapes import model_shape
 from kappa_deploy.commands.heads import heads
 from kappa_engine.config import read_config
-from kappa_workers.identity import SparsePlan, WorkerPlan
+from kappa_workers.identity import WorkerPlan
 from kappa_workers.own_engine.server import OwnPlan
 from kappa_workers.own_engine.torch_engine import TorchEngine, given_device, host_blocks
 from kappa_workers.tiny_model import make_tiny_model
@@ -41,7 +42,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.asyncio(loop_scope=
 BLOCK = 16
 PATIENCE_MS = 30_000
 # With all tokens chosen, sparse answers are the exact ones.
-SPARSE = SparsePlan(SparseSettings(CloConfig(share=1.0, recent_tokens=16), slots=2))
+ALL = {"share": 1.0, "recent_tokens": 16, "lanes": 2}
+SPARSE = EngineSettings(kind="torch", approx="ask", cpu_threads=1, sparse=ALL)
 TEXTS = [f"Line {i} of a short text about nothing in particular." for i in range(200)]
 
 
@@ -60,8 +62,7 @@ class Bench:
         plan = WorkerPlan(
             (node_profile("pcie"),), shape, shape,
             EngineLimits(1000, BLOCK, 64, 0, 256, 8, "float32"), str(self.model), "",
-            str(folder), "", scheduler=SchedulerOptions("fair"), kind="torch", planner="auto",
-            approx="ask", sparse=SPARSE, cpu_threads=1,
+            str(folder), "", scheduler=SchedulerOptions("fair"), engine=SPARSE,
         )  # fmt: skip
         plan = replace(plan, **changed)
         limits = replace(plan.limits, host_bytes=int(128 * plan.block_bytes))
@@ -278,7 +279,7 @@ async def test_a_model_is_served_with_its_heads_as_measured(tmp_path):
     measured = read_heads(out, shape)
     assert measured.importance.max() > 0 and measured.similarity.max() <= 1
     assert measured.codes.balance.shape == (2, 1, 32, 32)
-    async with running(Bench(tmp_path, model, sparse=replace(SPARSE, heads=measured))) as bench:
+    async with running(Bench(tmp_path, model, heads=measured)) as bench:
         tokens = prompt(90, 8)
         exact = await completed(bench, tokens, max_tokens=40)
         again = await completed(bench, tokens, "approx", approx=True, max_tokens=40)
@@ -339,12 +340,12 @@ async def test_activations_on_the_device_take_no_host_memory():
 @pytest.mark.parametrize(
     ("planner", "share", "refused", "weights", "on_device"),
     [
-        ("host-kvpr", 1.0, "host-hybrid", (0.0, "layers"), 0),
-        ("host-hybrid", 0.75, "host-kv", (0.0, "layers"), 0),
-        ("host-hybrid", 0.0, "host-kv", (0.0, "layers"), 0),
-        ("host-kvpr", 1.0, "host-hybrid", (1.0, "layers"), 0),
-        ("host-hybrid", 0.75, "host-kv", (0.5, "mlp"), 9),
-        ("host-hybrid", 0.0, "host-kv", (1.0, "layers"), 9),
+        ("host-kvpr", 1.0, "host-hybrid", {}, 0),
+        ("host-hybrid", 0.75, "host-kv", {}, 0),
+        ("host-hybrid", 0.0, "host-kv", {}, 0),
+        ("host-kvpr", 1.0, "host-hybrid", {"place": "host"}, 0),
+        ("host-hybrid", 0.75, "host-kv", {"place": "host", "share": 0.5, "part": "mlp"}, 9),
+        ("host-hybrid", 0.0, "host-kv", {"place": "host"}, 9),
     ],
 )
 async def test_engine_has_hugging_faces_logits_for_contexts_in_host(
@@ -356,10 +357,9 @@ async def test_engine_has_hugging_faces_logits_for_contexts_in_host(
         shutil.copy(file, model)
     shape = read_config(model).shape
     limits = EngineLimits(500, BLOCK, 24, 0, 256, 8, "float64")
-    bench = Bench(
-        tmp_path, model, shape, limits=limits, planner=planner, act_share=share, approx="never",
-        weights=weights, act_device_blocks=on_device,
-    )  # fmt: skip
+    changes = {"act_share": share, "weights": weights, "act_device_blocks": on_device}
+    given = EngineSettings(kind="torch", planner=planner, cpu_threads=1, **changes)
+    bench = Bench(tmp_path, model, shape, limits=limits, engine=given)
     async with running(bench):
         runner, scores = bench.engine._core.engine._runner, {}
         compute = runner.compute

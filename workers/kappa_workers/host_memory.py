@@ -26,8 +26,8 @@ class HostBudgetError(RuntimeError):
 def check_host_memory(plan: WorkerPlan) -> None:
     """Raise HostBudgetError if the worker's host tier does not fit this machine."""
     # A server that several workers share has its memory elsewhere.
-    if plan.kind != "emulated" and not plan.tier.shared:
-        host_budget().check(plan.limits.host_bytes, mapped=plan.tier.kind in (NATIVE, STOCK_TIER))
+    if plan.engine.kind != "emulated" and not plan.engine.shared_server:
+        host_budget().check(plan.limits.host_bytes, mapped=plan.tier in (NATIVE, STOCK_TIER))
 
 
 def engine_version() -> str:

@@ -6,18 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 from msgspec import structs
 
 from kappa.cost import USUAL_BLOCK_TOKENS, loading_node, step_model
 from kappa.hardware import NODE_RATES, REACHED, NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
-from kappa.plans.clo import HeadProfile, SparseSettings
+from kappa.plans.clo import HeadProfile
 from kappa.plans.measured import rates_from_measured
 from kappa.plans.rates import LEAST_R2
 from kappa.protocol import Announcement
-from kappa.settings.engine import TransferSettings, share_bytes
+from kappa.settings.engine import EngineSettings, TransferSettings, share_bytes
 from kappa.settings.routing import ObservingSettings
 from kappa_scheduler.catalogue import packs
 from kappa_workers.paced.disk_file import row_bytes
@@ -27,7 +27,6 @@ from kappa_workers.vllm.arguments import (
     EngineLimits,
     EngineTier,
     Pace,
-    TierChoice,
     add_nixl,
     engine_kwargs,
     fingerprint,
@@ -52,20 +51,6 @@ _LINE_ERROR = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class SparsePlan:
-    """How requests that may be answered approximately decode."""
-
-    settings: SparseSettings = field(default_factory=SparseSettings)
-    # Scores of the heads' importance; numbers, since the file may be on another machine. None: all
-    # heads count alike.
-    heads: HeadProfile | None = None
-    # The most heads that keep their KV on the device; None: no bound.
-    persistent_heads: int | None = None
-    # Loss of perplexity; None: not measured.
-    loss: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerPlan:
     """What a replica must know before its engine starts; fields without a note are as in the
     settings."""
@@ -84,17 +69,10 @@ class WorkerPlan:
     stream_host: str
     scheduler: SchedulerOptions = field(default_factory=lambda: SchedulerOptions(STOCK))
     link: LinkRules = field(default_factory=LinkRules)
-    kind: str = "vllm"
-    planner: str = ""
-    act_share: float = 0.0
-    act_device_blocks: int = 0
-    # Of the layers, the share with weights in host memory, and which part of their weights.
-    weights: tuple[float, Literal["layers", "attention", "mlp"]] = (0.0, "layers")
-    cpu_threads: int = 0
-    cpu_room_share: float = 1.0
-    tier: TierChoice = field(default_factory=TierChoice)
-    approx: str = "never"
-    sparse: SparsePlan = field(default_factory=SparsePlan)
+    # With the pool's changes; the share of activations is what the planner needs.
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    # Of `engine.sparse.heads`, since that file may be on another machine. None: all count alike.
+    heads: HeadProfile | None = None
     pool: str = ""
     role: str = "both"
     # GPUs of each worker.
@@ -114,6 +92,11 @@ class WorkerPlan:
     drain_s: float = 60.0
     # Seconds without a running thread after which the replica is ended.
     silent_s: float = 10.0
+
+    @property
+    def tier(self) -> str:
+        """The kind of its host tier."""
+        return self.engine.tier_on(self.gpus)
 
     def node(self, rank: int) -> NodeProfile:
         """The node of a rank, with the link rates that copies of its model's KV reach."""
@@ -161,17 +144,17 @@ class WorkerPlan:
 
     @property
     def disk_blocks(self) -> int:
-        return self.tier.disk_bytes // row_bytes(int(self.block_bytes))
+        return self.engine.disk_bytes // row_bytes(int(self.block_bytes))
 
     def engine_tier(self, rank: int, measured: Mapping[str, Any], server: str = "") -> EngineTier:
         """The host tier of the engine with this rank. measured: of the machine, from an earlier
         start; without, a node that is not paced has no rates to plan by, and loads all. server: of
         LMCache, if the worker started one."""
         node, rates = measured_node(self.node(rank), measured, self.served), None
-        if self.tier.planner == TAIL and node.source != "catalogue":
+        if self.engine.planner != LOAD_ALL and node.source != "catalogue":
             shape = self.emulated if node.source == "paced" else self.served
             rates = tail_rates(shape, node, self.layers_loaded)
-        return EngineTier(self.tier, rates, server, self.host_blocks, self.link)
+        return EngineTier(self.tier, self.engine, rates, server, self.host_blocks, self.link)
 
     def profile_request(self) -> dict[str, Any]:
         return {
@@ -185,7 +168,7 @@ class WorkerPlan:
         """The arguments of `kappa_workers.vllm.measured_engine`; empty for a paced engine and for
         ours."""
         node = self.node(rank)
-        if self.kind != "vllm" or node.source == "paced":
+        if self.engine.kind != "vllm" or node.source == "paced":
             return {}
         return {"prior": step_model(self.served, node).to_dict(), "budget_s": _MEASURE_S}
 
@@ -332,7 +315,7 @@ def announce(
     else:
         step = step_model(shape, node) if paced or fitted is None else fitted
         load_plan = _loaded_plan(plan, shape, node, tail)
-    known = plan.kind != "emulated" and (rates or paced or fitted)
+    known = plan.engine.kind != "emulated" and (rates or paced or fitted)
     return Announcement(
         worker=replica.worker,
         model=replica.model,
@@ -355,10 +338,10 @@ def announce(
         profile_error=profile.error or shortcomings(profile.measured),
         packs=packs(plan.scheduler.rule),
         step_factor=plan.scheduler.step_factor if known else 0.0,
-        engine=plan.kind,
+        engine=plan.engine.kind,
         load_plan=load_plan,
-        tier=plan.tier.kind,
-        shared_tier=(plan.tier.lmcache.server or "") if plan.tier.shared else "",
+        tier=plan.tier,
+        shared_tier=plan.engine.shared_server,
         measured=profile.measured,
         pool=plan.pool,
         role=plan.role,
@@ -368,13 +351,14 @@ def announce(
 
 def _executed_plan(plan: WorkerPlan, rates: Mapping[str, Any]) -> dict[str, Any]:
     """How an engine of ours brings a prefix back, by the rates that it measured."""
-    found = {"planner": plan.planner, "act_share": plan.act_share, "rates": dict(rates)}
-    if plan.cpu_threads:
-        found["cpu_room_share"] = plan.cpu_room_share
-    if plan.approx != "never":
-        found["approx"] = plan.approx
-        if plan.sparse.loss:
-            found["loss"] = plan.sparse.loss
+    engine, found = plan.engine, dict[str, Any](rates=dict(rates))
+    found |= {"planner": engine.planner, "act_share": engine.act_share}
+    if engine.cpu_threads:
+        found["cpu_room_share"] = engine.cpu_room_share
+    if engine.approx != "never":
+        found["approx"] = engine.approx
+        if engine.sparse.loss:
+            found["loss"] = engine.sparse.loss
     return found
 
 

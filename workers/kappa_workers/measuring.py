@@ -50,7 +50,7 @@ class Measuring:
         """The plan with what the engine chose where it was given nothing. RuntimeError: it does not
         say, and a limit is not given either."""
         plan = self._plan
-        if plan.kind != "vllm":
+        if plan.engine.kind != "vllm":
             return plan
         try:
             call = self.collective_rpc("kappa_engine")
@@ -69,11 +69,11 @@ class Measuring:
         """This machine and engine, as measured now or at an earlier start; its disk as it is now.
         again: measure the machine even if it is known. The engine measures itself only before it
         serves: its blocks are written over."""
-        if self._plan.kind == "vllm" and self._plan.tier.kind == STOCK_TIER:
+        if self._plan.engine.kind == "vllm" and self._plan.tier == STOCK_TIER:
             return Profile({}, "host_tier stock: nothing of ours runs in the engine to measure it")
         async with _alone(self._profile_path().with_suffix(".lock")):
             found = await self._measure_alone(again=again)
-            return await self._with_disk(found) if self._plan.tier.disk_bytes else found
+            return await self._with_disk(found) if self._plan.engine.disk_bytes else found
 
     def _unanswered(self) -> int | None:
         """Requests that the engine has not answered, whichever way they came; None: not known."""
@@ -81,7 +81,7 @@ class Measuring:
         return client.output_processor.get_num_unfinished_requests() if client else None
 
     async def _with_disk(self, found: Profile) -> Profile:
-        folder, block_bytes = Path(self._plan.tier.disk_dir), int(self._plan.block_bytes)
+        folder, block_bytes = Path(str(self._plan.engine.disk_dir)), int(self._plan.block_bytes)
         try:
             disk = await asyncio.to_thread(measure_disk, folder, block_bytes)
         except DiskError as error:
@@ -130,7 +130,7 @@ class Measuring:
         machine += f"-{engine_version()}-{os.environ.get('OMP_NUM_THREADS')}-{_PROFILE_FORMAT}"
         key = f"{machine}-{served.name}-{served.hidden}-{limits.dtype}-{limits.block_tokens}"
         # The engine's own measurements and sizes: a paced engine has none.
-        key += f"-{sorted(self._given.engine_request(self._rank))}-{self._given.tier.kind}"
+        key += f"-{sorted(self._given.engine_request(self._rank))}-{self._given.tier}"
         key += f"-{limits.max_batch_tokens}-{limits.max_sequences}-{limits.max_context_tokens}"
         digest = hashlib.sha256(key.encode()).hexdigest()[:16]
         return Path(self._plan.cache_dir) / "profiles" / f"{digest}.json"

@@ -110,7 +110,7 @@ class KappaServer(Measuring, LLMServer):
         announced = self._announce(profile)
         self._stream.complete = power_reporter(announced, plan.gpus)
         # A stock engine says nothing of its own.
-        if plan.kind != "vllm" or plan.tier.kind != STOCK_TIER:
+        if plan.engine.kind != "vllm" or plan.tier != STOCK_TIER:
             self._hang = HangWatch(hang_patience_s(announced), time.monotonic())
         node = announced.node
         paced = node.silicon or node.source == "paced"
@@ -126,26 +126,26 @@ class KappaServer(Measuring, LLMServer):
 
         output_collector.install()
         plan, endpoints = self._plan, self._endpoints
-        if plan.kind != "vllm":
+        if plan.engine.kind != "vllm":
             from kappa_workers.own_engine.server import OwnPlan
             from kappa_workers.own_engine.torch_engine import TorchEngine
             from kappa_workers.paced.emulated_engine import EmulatedEngine
 
-            made = TorchEngine if plan.kind == "torch" else EmulatedEngine
+            made = TorchEngine if plan.engine.kind == "torch" else EmulatedEngine
             return partial(made, own=OwnPlan(plan, self._worker, self._rank, endpoints))
         self._tier = self._prepare_tier()
         scheduler = structs.replace(plan.scheduler, profile=str(self._profile_path()))
         plan = replace(plan, scheduler=scheduler)
         configure_vllm(llm_config, plan, self._rank, endpoints, self._tier)
-        return None if plan.gpus or plan.tier.kind == STOCK_TIER else OneProcessEngine
+        return None if plan.gpus or plan.tier == STOCK_TIER else OneProcessEngine
 
     def _prepare_tier(self) -> EngineTier:
         """The engine's host tier; an LMCache server is started if the worker is to have its own."""
         plan, server = self._plan, ""
-        if plan.tier.kind == LMCACHE and plan.limits.host_bytes:
+        if plan.tier == LMCACHE and plan.limits.host_bytes:
             self._lmcache = prepare_lmcache(
                 plan.cache_dir,
-                plan.tier.lmcache.server or "",
+                plan.engine.lmcache.server or "",
                 plan.limits.block_tokens,
                 plan.limits.host_bytes,
                 Path(plan.cache_dir) / "logs" / f"lmcache-{self._worker}.log",
@@ -171,7 +171,7 @@ class KappaServer(Measuring, LLMServer):
         in_flight, secret = self._stream.in_flight, self._plan.front_secret
         own = {PROFILE_PATH: self.profile}
         # Messages and responses have no field for it.
-        marks = {ENGINE_HEADER: "emulated"} if self._plan.kind == "emulated" else {}
+        marks = {ENGINE_HEADER: "emulated"} if self._plan.engine.kind == "emulated" else {}
         return WorkerPort(WorkerGate(app, secret, in_flight, self.check_health, own, marks), host)
 
     # -- what the cluster learns --------------------------------------------------------------

@@ -236,7 +236,7 @@ class VllmServed(BareEngine):
             BareEngine.__init__(self, arguments)
 
         self._runner.run(start())
-        self.kv_bytes, self.tier = kv_bytes_per_token(self._plan.served), self._plan.tier.kind
+        self.kv_bytes, self.tier = kv_bytes_per_token(self._plan.served), self._plan.tier
         self._block_tokens = int(self._llm.vllm_config.cache_config.block_size)
 
     def measured(self) -> dict[str, Any]:

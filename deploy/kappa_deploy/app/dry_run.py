@@ -131,11 +131,13 @@ def _engine(given: Mapping[str, Any], plan: Any) -> tuple[str, dict[str, Any]]:
     from kappa_workers.identity import configure_vllm
     from kappa_workers.vllm.arguments import LMCACHE, Endpoints
 
-    tier = plan.tier.kind if plan.limits.host_bytes else "off"
-    tier += " and disk" if plan.tier.disk_bytes else ""
-    if plan.kind != "vllm":
-        return tier, {"kind": plan.kind, "planner": plan.planner, **asdict(plan.limits)}
-    server = _LMCACHE if plan.tier.kind == LMCACHE and not plan.tier.shared else ""
+    tier = plan.tier if plan.limits.host_bytes else "off"
+    tier += " and disk" if plan.engine.disk_bytes else ""
+    kind = plan.engine.kind
+    if kind != "vllm":
+        planner = plan.engine.planner if kind == "torch" else ""
+        return tier, {"kind": kind, "planner": planner, **asdict(plan.limits)}
+    server = _LMCACHE if plan.tier == LMCACHE else ""
     endpoints = Endpoints(f"{_STREAM}-stats", f"{_STREAM}-kv")
     config = LLMConfig(**given)
     configure_vllm(config, plan, 0, endpoints, plan.engine_tier(0, {}, server))

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from kappa.hardware import NodeProfile, node_profile
 from kappa.model import ModelShape, kv_bytes, weight_bytes
-from kappa.plans.clo import CloConfig, SparseSettings, read_heads
+from kappa.plans.clo import HeadProfile, read_heads
 from kappa.settings.cluster import ClusterSettings, home
 from kappa.settings.engine import EngineSettings
 from kappa.settings.pools import PoolSettings, ScalingSettings
@@ -275,7 +275,7 @@ def worker_plan(
     stream_host: loopback in a cluster that we start, which is on one machine.
     """
     from kappa_workers.identity import WorkerPlan
-    from kappa_workers.vllm.arguments import EngineLimits, TierChoice
+    from kappa_workers.vllm.arguments import EngineLimits
     from kappa_workers.vllm.options import LinkRules
 
     e, s = pool.engine_settings(settings.engine), settings.scheduler
@@ -295,22 +295,8 @@ def worker_plan(
         stream_host=stream_host,
         scheduler=engine_scheduler(settings),
         link=LinkRules(s.duplex, s.link_order, s.store_backlog_s, by_layer=e.load == "layers"),
-        kind=e.kind,
-        planner=e.planner if e.kind == "torch" else "",
-        act_share=_act_share(e, model),
-        act_device_blocks=e.act_device_blocks,
-        weights=(e.weights.share if e.weights.place == "host" else 0.0, e.weights.part),
-        cpu_threads=e.cpu_threads,
-        cpu_room_share=e.cpu_room_share,
-        approx=e.approx,
-        sparse=_sparse(e, model),
-        tier=TierChoice(
-            e.tier_on(pool.placement.gpus),
-            "kv" if e.planner == "kv" else "tail",
-            e.lmcache,
-            e.disk_dir or "",
-            e.disk_bytes,
-        ),
+        engine=e.model_copy(update={"act_share": _act_share(e, model)}),
+        heads=_heads(e, model),
         pool=pool.name,
         role=pool.role,
         gpus=pool.placement.gpus,
@@ -337,25 +323,14 @@ def _act_share(engine: EngineSettings, model: Model) -> float:
     return 1.0 if engine.planner == "host-kvpr" else engine.act_share
 
 
-def _sparse(engine: EngineSettings, model: Model) -> Any:
-    """How workers decode approximately; reads the file of head importance, if there is one."""
-    from kappa_workers.identity import SparsePlan
-
-    s = engine.sparse
-    heads = None
-    if engine.approx != "never" and s.heads:
-        try:
-            heads = read_heads(s.heads, model.shape)
-        except ValueError as error:
-            raise StartError(f"engine.sparse.heads: {error}") from None
-    method = CloConfig(
-        s.share, s.sink_tokens, s.recent_tokens, s.eta, s.power, s.epsilon, s.code_bits
-    )
-    settings = SparseSettings(
-        method, s.lanes, retriever=s.retriever, prefetch=s.prefetch, max_age=s.max_age,
-        chunk_tokens=s.chunk_tokens,
-    )  # fmt: skip
-    return SparsePlan(settings, heads, s.persistent_heads, s.loss)
+def _heads(engine: EngineSettings, model: Model) -> HeadProfile | None:
+    """Scores of the model's heads, for answers that may be approximate, where a file gives them."""
+    if engine.approx == "never" or not engine.sparse.heads:
+        return None
+    try:
+        return read_heads(engine.sparse.heads, model.shape)
+    except ValueError as error:
+        raise StartError(f"engine.sparse.heads: {error}") from None
 
 
 def engine_scheduler(settings: ClusterSettings) -> Any:

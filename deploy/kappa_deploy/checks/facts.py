@@ -131,7 +131,7 @@ class Worker:
     def tier_bytes(self) -> int:
         """Host memory of its tier; 0 where another machine has it."""
         engine = self.engine
-        if engine.kind == "emulated" or (self.tier == "lmcache" and engine.lmcache.server):
+        if engine.kind == "emulated" or engine.shared_server:
             return 0
         if engine.host_bytes is not None:
             return engine.host_bytes

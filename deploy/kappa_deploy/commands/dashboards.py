@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import os
 import signal
 import time
@@ -81,8 +80,6 @@ def dashboards(
 
 async def _traffic(url: str, count: int, seconds: float | None) -> None:
     """Replay recorded sessions, `count` at once, until the time is up; print what failed."""
-    for name in ("httpx", "httpx2"):
-        logging.getLogger(name).setLevel(logging.WARNING)
     recorded = read_sessions(demo_sessions_path())
     errors: Counter[str] = Counter()
     try:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
@@ -111,9 +110,6 @@ def show(
     policies: none: nothing is compared. act: what is played under each policy after the chats.
     """
     console = Console(soft_wrap=True, quiet=json_output)
-    # Ray and vLLM, once imported, have it log every request.
-    for name in ("httpx", "httpx2"):
-        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         before = asyncio.run(node_rows(url))
         console.print(title(before), highlight=False)

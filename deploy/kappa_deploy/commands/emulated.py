@@ -11,7 +11,7 @@ import numpy as np
 from kappa.cost import TokenCounts, idle_cost
 from kappa.shapes import model_shape
 from kappa_deploy.commands.console import print_json, print_text
-from kappa_deploy.commands.demo_rows import HEADER, OTHERS, Row, Worth, line, print_compared
+from kappa_deploy.commands.demo_rows import HEADER, OTHERS, TOKENS, Row, Worth, line, print_compared
 from kappa_simulator.clusters import KINDS, SimulatedCluster
 from kappa_simulator.outcome import Outcome
 from kappa_simulator.run import SimulationConfig, simulate, traffic_of
@@ -23,7 +23,6 @@ _MODEL = "llama-3.1-8b"
 _RATE_RPS = 1.2
 _REQUESTS = 600
 _SHOWN = 16
-_TOKENS = "device_tokens", "cached_tokens", "new_tokens"
 
 
 def show_emulated(json_output: bool) -> None:
@@ -71,7 +70,7 @@ def decisions(outcome: Outcome, config: SimulationConfig, count: int) -> list[Ro
     rows = []
     for k in map(int, chosen):
         session, node = int(records.session[k]), nodes[records.node[k]]
-        tokens = {name: int(getattr(records, name)[k]) for name in _TOKENS}
+        tokens = {name: int(getattr(records, name)[k]) for name in TOKENS}
         counts = TokenCounts(**tokens)
         cost = idle_cost(counts, config.shape, node.profile)
         rows.append({

@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from kappa.settings.base import changed_sections
-from kappa.settings.cluster import ClusterSettings, home, load_settings
+from kappa.settings.base import settings_with
+from kappa.settings.cluster import ClusterSettings, home
 from kappa.settings.pools import ModelSettings
 from kappa_deploy.commands.console import bad_parameter, print_json, print_table, print_text
 from kappa_router.console import fail, warn
@@ -164,11 +164,8 @@ def settings_or_exit(
             from kappa_deploy.app.machine import read_machine, settings_without_file
 
             changes = settings_without_file(read_machine(), _disk_dir())
-        settings = load_settings(config, **changes)
         changes |= {} if log_level is None else {"log_level": log_level}
-        changes |= changed_sections(settings, given)
-        if changes:
-            settings = load_settings(config, **changes)
+        settings = settings_with(given, ClusterSettings, config, **changes)
     except ValueError as error:
         fail(str(error), 2)
     return settings.unpaced() if unpaced else settings

@@ -6,12 +6,12 @@ which are looked for when each section is sound.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from kappa.keys import TENANT_NAME
@@ -35,6 +35,16 @@ class Section(BaseModel):
     """A part of the settings: unknown keys are refused, values do not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def read_by(reader: Callable[[str], object]) -> AfterValidator:
+    """A check of texts, kept as they are; `reader` raises ValueError for one that is wrong."""
+
+    def checked(value: str) -> str:
+        reader(value)
+        return value
+
+    return AfterValidator(checked)
 
 
 def refuse(faults: Iterable[Fault]) -> None:
@@ -94,18 +104,19 @@ def settings_from(
         raise SettingsError(f"{where}: {error.error_count()} fault(s)\n{faults}") from None
 
 
-def changed_sections(
-    settings: Section, options: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """Overrides for `settings_from` by which options, by section, go before these settings. An
-    option that is None was not given."""
-    changes = {}
+def settings_with(
+    options: Mapping[str, Mapping[str, Any]], kind: type[AnySection], path: str | Path | None,
+    **overrides: Any,
+) -> AnySection:  # fmt: skip
+    """`settings_from`, with options, by section, before all else. An option that is None was not
+    given."""
+    settings = settings_from(kind, path, **overrides)
     for section, given in options.items():
         changed = {name: value for name, value in given.items() if value is not None}
         if changed:
             there: Section | None = getattr(settings, section)
-            changes[section] = {**(there.model_dump() if there else {}), **changed}
-    return changes
+            overrides[section] = {**(there.model_dump() if there else {}), **changed}
+    return settings_from(kind, path, **overrides)
 
 
 def _shown(loc: tuple[int | str, ...]) -> list[str]:

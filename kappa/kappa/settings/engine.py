@@ -442,6 +442,11 @@ class EngineSettings(Section):
             return self.host_tier
         return "native" if gpus and self.kind == "vllm" else "own"
 
+    @property
+    def shared_server(self) -> str:
+        """The LMCache server that several workers load from; empty: none."""
+        return (self.lmcache.server or "") if self.host_tier == "lmcache" else ""
+
     def on(self, gpus: int) -> EngineSettings:
         """The same settings with all limits of a worker with `gpus` GPUs.
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from kappa.hardware import node_profile
 from kappa.model import ModelShape
-from kappa.settings.base import Fault, Finite, Section, faults_in
+from kappa.settings.base import Fault, Finite, Section, faults_in, read_by
 from kappa.settings.engine import EngineSettings
 from kappa.shapes import model_shape
 from kappa.silicon import silicon_of, silicon_table
@@ -27,26 +27,11 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 LabelText = Annotated[str, Field(min_length=1)]
 
 
-def _known_profile(value: str) -> str:
-    node_profile(value)
-    return value
+ProfileName = Annotated[str, read_by(node_profile)]
 
+ShapeName = Annotated[str, read_by(model_shape)]
 
-def _known_model(value: str) -> str:
-    model_shape(value)
-    return value
-
-
-def _known_silicon(value: str) -> str:
-    silicon_table(value)
-    return value
-
-
-ProfileName = Annotated[str, AfterValidator(_known_profile)]
-
-ShapeName = Annotated[str, AfterValidator(_known_model)]
-
-SiliconName = Annotated[str, AfterValidator(_known_silicon)]
+SiliconName = Annotated[str, read_by(silicon_table)]
 
 # Where these differ, blocks of one worker mean nothing to another.
 SHARED_ENGINE_KEYS = frozenset({"kind", "block_tokens", "dtype"})

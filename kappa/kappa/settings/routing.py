@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from kappa.checks import http_parts, steered_percent
-from kappa.settings.base import Finite, PriorityClass, Section, TenantName
+from kappa.settings.base import Finite, PriorityClass, Section, TenantName, read_by
 from kappa.slo import OBJECTIVE
 
 PolicyName = Literal[
@@ -87,7 +87,7 @@ class RouterSettings(Section):
     """The policy, and the limits of the decider."""
 
     policy: PolicyName = "priced"
-    mode: str = Field(
+    mode: Annotated[str, read_by(steered_percent)] = Field(
         "on", description="who steers: shadow (the others, ours watches), canary:N (percent), or on"
     )
     index_blocks: int = Field(1_000_000, ge=1, description="bound of the prefix index")
@@ -117,12 +117,6 @@ class RouterSettings(Section):
     record: str | None = Field(
         None, description="file for the router's log (JSON lines, holds token ids); none: off"
     )
-
-    @field_validator("mode")
-    @classmethod
-    def _known_mode(cls, value: str) -> str:
-        steered_percent(value)
-        return value
 
 
 LogFormat = Literal["console", "json"]

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from kappa.compiled import COMPILES
-from kappa.settings.base import changed_sections
-from kappa.settings.front import FrontSettings, backend_of, load_front_settings
+from kappa.settings.base import settings_with
+from kappa.settings.front import FrontSettings, backend_of
 from kappa_router.console import fail, warn
 
 app = typer.Typer(invoke_without_command=True, add_completion=False)
@@ -147,8 +147,6 @@ def front_settings_or_exit(
         changes: dict[str, Any] = {name: value for name, value in top.items() if value is not None}
         if backends:
             changes["backends"] = [backend_of(text) for text in backends]
-        settings = load_front_settings(config, **changes)
-        changes |= changed_sections(settings, given)
-        return load_front_settings(config, **changes)
+        return settings_with(given, FrontSettings, config, **changes)
     except ValueError as error:
         fail(str(error), 2)

@@ -253,7 +253,7 @@ def test_the_settings_for_a_gpu_are_whole():
 def test_vllm_is_asked_for_what_a_replica_asks(bench):
     arguments, plan = vllm_arguments(bench.device, bench.model, "stock", "/tmp/x", True)
     assert arguments["enforce_eager"] and arguments["num_gpu_blocks_override"] == 264
-    assert "scheduler_cls" not in arguments and plan.tier.kind == "own"
+    assert "scheduler_cls" not in arguments and plan.tier == "own"
     # 3 layers, 2 KV heads of 16, keys and values, four bytes.
     assert kv_bytes_per_token(plan.served) == 3 * 2 * 16 * 2 * 4
     fair, _ = vllm_arguments(bench.device, bench.model, "fair", "/tmp/x", None)

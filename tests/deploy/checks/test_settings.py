@@ -133,7 +133,7 @@ def test_a_sound_cluster_has_no_contradiction(pools, more):
 def test_a_plan_names_the_host_tier_that_a_pools_workers_run():
     settings = cluster(*A_GPU_POOL, {"name": "b"})
     plans = [worker_plan(settings, pool, MODEL, "") for pool in settings.all_pools]
-    assert [plan.tier.kind for plan in plans] == ["native", "own"]
+    assert [plan.tier for plan in plans] == ["native", "own"]
 
 
 def test_cluster_reports_every_known_fault_before_ray_starts():

@@ -4,19 +4,13 @@ import dataclasses
 
 import pytest
 
-from kappa.settings.engine import (
-    NOT_IN_EXTRA,
-    VLLM_LIMITS,
-    EngineSettings,
-    LmcacheSettings,
-)
+from kappa.settings.engine import NOT_IN_EXTRA, VLLM_LIMITS, EngineSettings
 from kappa.shapes import model_shape
 from kappa_workers.vllm.arguments import (
     Endpoints,
     EngineLimits,
     EngineTier,
     Pace,
-    TierChoice,
     engine_kwargs,
     fingerprint,
     transfer_config,
@@ -34,8 +28,8 @@ def extra(config):
 
 
 def tier_config(kind="own", **fields):
-    choice = TierChoice(kind, "tail", LmcacheSettings(**fields))
-    return transfer_config(EngineTier(choice, RATES, SERVER, host_blocks=77), 1 << 20, "ipc://s")
+    tier = EngineTier(kind, EngineSettings(lmcache=fields), RATES, SERVER, host_blocks=77)
+    return transfer_config(tier, 1 << 20, "ipc://s")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +60,7 @@ def test_without_a_pace_or_a_host_tier_nothing_is_emulated():
 @pytest.mark.parametrize("host_bytes", [0, 1 << 30])
 def test_stock_engine_publishes_events_without_classes_of_ours(host_bytes):
     limits = dataclasses.replace(LIMITS, host_bytes=host_bytes)
-    tier = EngineTier(TierChoice("stock"), rates=RATES)
+    tier = EngineTier("stock", rates=RATES)
     given = engine_kwargs(limits, ENDPOINTS, None, SchedulerOptions("stock"), tier, gpus=1)
     assert "kappa" not in str(given) and "workers." not in str(given)
     assert given["kv_events_config"]["endpoint"] == ENDPOINTS.kv_events
@@ -126,7 +120,7 @@ def test_every_tier_plans_reports_and_recomputes_failed_loads(kind):
     ],
 )
 def test_each_kind_of_tier_is_configured_with_what_it_reads(kind, keys):
-    tier = EngineTier(TierChoice(kind), server=SERVER)
+    tier = EngineTier(kind, server=SERVER)
     pace = Pace(model_shape("llama-3.1-8b"), paced("pcie"))
     given = engine_kwargs(LIMITS, ENDPOINTS, pace, SchedulerOptions("fair"), tier)
     config = given["kv_transfer_config"]
@@ -146,9 +140,8 @@ def test_lmcache_has_its_server_and_its_bounds():
 def test_a_shared_server_goes_before_one_of_the_workers_own():
     given = extra(tier_config("lmcache", server="tcp://[::1]:99"))
     assert (given["lmcache.mp.host"], given["lmcache.mp.port"]) == ("tcp://[::1]", 99)
-    assert TierChoice("lmcache", lmcache=LmcacheSettings(server="tcp://[::1]:99")).shared
-    assert not TierChoice("lmcache").shared
     assert given["kappa_lmcache"]["most_blocks"] > 77
+    assert not EngineSettings(lmcache={"server": "tcp://[::1]:99"}).shared_server
 
 
 def test_without_rates_nothing_is_planned():
@@ -157,7 +150,7 @@ def test_without_rates_nothing_is_planned():
 
 def test_a_tier_without_a_server_is_refused():
     with pytest.raises(ValueError, match="no server"):
-        transfer_config(EngineTier(TierChoice("lmcache")), 1, "")
+        transfer_config(EngineTier("lmcache"), 1, "")
 
 
 LIMIT_NAMES = {

@@ -19,7 +19,14 @@ import torch
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape
 from kappa.plans.architecture import architecture_from_config
-from kappa.plans.clo import equal_heads, layer_seconds, persistent_heads, prefetchable_heads
+from kappa.plans.clo import (
+    CloConfig,
+    SparseSettings,
+    equal_heads,
+    layer_seconds,
+    persistent_heads,
+    prefetchable_heads,
+)
 from kappa.plans.hybridserve import planned_share
 from kappa.plans.measured import as_measured, rates_from_measured
 from kappa.plans.planners import Planning, host_planners
@@ -51,15 +58,15 @@ class TorchEngine(OwnEngine):
     rates: dict[str, Any]
 
     def build(self) -> Built:
-        plan, limits = self.plan, self.plan.limits
+        plan, limits, given = self.plan, self.plan.limits, self.plan.engine
         raw = json.loads((Path(plan.model_source) / "config.json").read_text(encoding="utf-8"))
-        kinds, act_share = architecture_from_config(raw).kinds(), plan.act_share
-        if (act_share or plan.planner == "host-hybrid") and "A" not in kinds:
+        kinds, act_share = architecture_from_config(raw).kinds(), given.act_share
+        if (act_share or given.planner == "host-hybrid") and "A" not in kinds:
             raise ValueError(
-                f"engine.act_share is {plan.act_share} and engine.planner {plan.planner}, but the "
+                f"engine.act_share is {act_share} and engine.planner {given.planner}, but the "
                 f"KV of {self._model} cannot be made from activations: use host-kv, or act_share 0"
             )
-        to_plan = plan.planner == "host-hybrid" and not act_share
+        to_plan = given.planner == "host-hybrid" and not act_share
         if to_plan:
             # To be measured with; the planned share replaces it.
             act_share = 0.5
@@ -68,17 +75,17 @@ class TorchEngine(OwnEngine):
             max_running=limits.max_sequences,
             scheduler=plan.scheduler.rule,
             fair=FairConfig(**plan.scheduler.config),
-            planner=plan.planner,
+            planner=given.planner,
             act_share=act_share,
-            keep_kv=plan.planner != "host-hybrid",
-            act_device_blocks=plan.act_device_blocks,
-            cpu_room_share=plan.cpu_room_share,
+            keep_kv=given.planner != "host-hybrid",
+            act_device_blocks=given.act_device_blocks,
+            cpu_room_share=given.cpu_room_share,
         )
         weights = self._weights(raw)
         forward = self._forward(weights, settings)
         rates = self._measured(forward)
         if to_plan:
-            on_device = plan.act_device_blocks
+            on_device = given.act_device_blocks
             act_share = planned_share(
                 rates, limits.block_tokens, limits.host_bytes, limits.max_sequences,
                 device_act_blocks=on_device,
@@ -89,15 +96,15 @@ class TorchEngine(OwnEngine):
             forward.mover.stop()
             forward.arena.close()
             forward = self._forward(weights, settings)
-        cpu, activations = plan.cpu_threads > 0, "A" in kinds
-        host = host_planners(plan.planner, act_share)
+        cpu, activations = given.cpu_threads > 0, "A" in kinds
+        host = host_planners(given.planner, act_share)
         planning = Planning(limits.block_tokens, rates, activations=activations, cpu=cpu, host=host)
         endpoints, iterations = self.own.endpoints, plan.scheduler.for_rank(self.own.rank).log
         blocks = limits.device_blocks + plan.host_blocks
         kv_events = KvPublisher(endpoints.kv_events)
         reports = EngineReports(endpoints.stats, kv_events, iterations, blocks)
         approximate = None
-        if plan.approx != "never":
+        if given.approx != "never":
             approximate = partial(SparseServing, _sparse(plan, forward, rates))
         engine = Engine(forward, settings, planning, observer=reports, approximate=approximate)
 
@@ -111,7 +118,8 @@ class TorchEngine(OwnEngine):
         plan = self.plan
         device = given_device(plan.gpus, ray.get_gpu_ids() if plan.gpus else (), os.environ)
         dtype, config = DTYPES[plan.limits.dtype], read_config(raw, self._model)
-        host = HostWeights(*plan.weights)
+        placed = plan.engine.weights
+        host = HostWeights(placed.share if placed.place == "host" else 0.0, placed.part)
         return load_weights(plan.model_source, config, dtype=dtype, device=device, host=host)
 
     def _forward(self, weights: Weights, settings: EngineOptions) -> Forward:
@@ -124,7 +132,7 @@ class TorchEngine(OwnEngine):
         act_device = settings.capture_blocks(limits.block_tokens) + settings.act_device_blocks
         size = ArenaSize(limits.device_blocks, kv_host, act_device, act_host, limits.block_tokens)
         arena = Arena(shape, size, dtype=weights.dtype, device=device)
-        return Forward(weights, arena, mover_for(device), cpu_threads=plan.cpu_threads)
+        return Forward(weights, arena, mover_for(device), cpu_threads=plan.engine.cpu_threads)
 
     def _measured(self, forward: Forward) -> PlanRates:
         """Measured rates of this machine; on one too busy to be measured, rates by law from its
@@ -133,7 +141,7 @@ class TorchEngine(OwnEngine):
             self.rates = cached_profile(forward, str(Path(self.plan.cache_dir) / "profiles"))
             return rates_from_measured(self.rates)
         except ValueError as error:
-            log.warning("rates_by_law", reason=str(error), planner=self.plan.planner)
+            log.warning("rates_by_law", reason=str(error), planner=self.plan.engine.planner)
         node = self._by_peaks()
         rates = rates_from_law(forward.config.shape, node)
         self.rates = as_measured(rates, self._model, node.gpu)
@@ -183,12 +191,15 @@ def host_blocks(
 
 def _sparse(plan: WorkerPlan, forward: Forward, rates: PlanRates) -> SparseForward:
     """Sparse decoding of requests of up to the longest context, answers included."""
-    shape, max_tokens, sparse = forward.config.shape, plan.limits.max_context_tokens, plan.sparse
-    settings, heads = replace(sparse.settings, max_tokens=max_tokens), sparse.heads
-    heads = heads or equal_heads(shape)
+    shape, max_tokens, s = forward.config.shape, plan.limits.max_context_tokens, plan.engine.sparse
+    clo = CloConfig(s.share, s.sink_tokens, s.recent_tokens, s.eta, s.power, s.epsilon, s.code_bits)
+    settings = SparseSettings(
+        clo, s.lanes, max_tokens, s.retriever, s.prefetch, s.max_age, s.chunk_tokens
+    )
+    heads = plan.heads or equal_heads(shape)
     layer_s = layer_seconds(rates, settings.clo, settings.slots, max_tokens)
     ahead = prefetchable_heads(shape, settings.clo, max_tokens, layer_s, rates.h2d_bytes_per_s)
     persistent = persistent_heads(
-        shape, settings.clo, heads, ahead / settings.slots, most_heads=sparse.persistent_heads
+        shape, settings.clo, heads, ahead / settings.slots, most_heads=s.persistent_heads
     )
     return sparse_forward(forward, settings, persistent=persistent, heads=heads)

@@ -15,7 +15,7 @@ import msgspec
 from kappa.cost import StepModel, step_model
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
-from kappa.settings.engine import VLLM_LIMITS, EngineSettings, LmcacheSettings, TransferSettings
+from kappa.settings.engine import VLLM_LIMITS, EngineSettings, TransferSettings
 from kappa_workers.vllm.options import (
     DISK_KEY,
     LINK_KEY,
@@ -31,7 +31,7 @@ from kappa_workers.vllm.options import (
     PeerOptions,
     SchedulerOptions,
 )
-from kappa_workers.vllm.tail_recompute import LOAD_ALL
+from kappa_workers.vllm.tail_recompute import TAIL
 
 # vLLM on a CPU: no thread binding and one thread per engine, so that engines share the cores;
 # short queue spins (kappa_workers.vllm_plugin); float32, since bf16 fails on short prompts there.
@@ -150,29 +150,12 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class TierChoice:
-    """What the settings say of the host tier."""
-
-    # Copied by us, by vLLM (on a GPU), an LMCache server, or vLLM's connector in a stock engine.
-    kind: str = OWN
-    # "tail" computes the end of a hit where that is faster, "kv" loads all.
-    planner: str = LOAD_ALL
-    lmcache: LmcacheSettings = field(default_factory=LmcacheSettings)
-    disk_dir: str = ""
-    # 0: there is no disk behind it.
-    disk_bytes: int = 0
-
-    @property
-    def shared(self) -> bool:
-        """Whether several workers load from one server."""
-        return self.kind == LMCACHE and bool(self.lmcache.server)
-
-
-@dataclass(frozen=True, slots=True)
 class EngineTier:
     """An engine's host tier."""
 
-    choice: TierChoice = field(default_factory=TierChoice)
+    # Copied by us, by vLLM (on a GPU), an LMCache server, or vLLM's connector in a stock engine.
+    kind: str = OWN
+    engine: EngineSettings = field(default_factory=EngineSettings)
     # The rates that its loads are planned by; None: it loads all.
     rates: Mapping[str, Any] | None = None
     # The LMCache server that its worker started for it; empty: none.
@@ -205,7 +188,7 @@ def engine_kwargs(
         "enable_prefix_caching": True,
         "kv_events_config": events,
     }
-    if tier.choice.kind == STOCK_TIER:
+    if tier.kind == STOCK_TIER:
         if limits.host_bytes:
             # By what its documentation names alone.
             extra = {"cpu_bytes_to_use": limits.host_bytes}
@@ -226,7 +209,7 @@ def engine_kwargs(
         additional[SCHEDULER_KEY] = msgspec.to_builtins(options)
     if limits.host_bytes:
         config = transfer_config(tier, limits.host_bytes, endpoints.stats)
-        if tier.choice.kind != NATIVE and pace is not None:
+        if tier.kind != NATIVE and pace is not None:
             config["kv_connector_extra_config"][PACE_KEY] = msgspec.to_builtins(pace.link)
         arguments["kv_transfer_config"] = config
     return arguments
@@ -251,13 +234,13 @@ def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> d
     Raises:
         ValueError: no LMCache server to name.
     """
-    choice = tier.choice
-    connector, module = _CONNECTORS[choice.kind]
+    engine = tier.engine
+    connector, module = _CONNECTORS[tier.kind]
     extra: dict[str, Any] = {STATS_KEY: stats_endpoint}
     if tier.rates is not None:
-        extra[TAIL_KEY] = {"planner": choice.planner, "rates": dict(tier.rates)}
-    if choice.kind == LMCACHE:
-        lmcache = choice.lmcache
+        extra[TAIL_KEY] = {"planner": TAIL, "rates": dict(tier.rates)}
+    if tier.kind == LMCACHE:
+        lmcache = engine.lmcache
         url = lmcache.server or tier.server
         if not url:
             raise ValueError("host tier lmcache: no server is named, and none was started")
@@ -270,7 +253,7 @@ def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> d
             LMCACHE_KEY: {
                 "timeout_s": lmcache.timeout_s,
                 "retry_s": lmcache.retry_s,
-                "most_blocks": _SHARED_BLOCKS if choice.shared else tier.host_blocks,
+                "most_blocks": _SHARED_BLOCKS if lmcache.server else tier.host_blocks,
             },
         }
     else:
@@ -279,11 +262,11 @@ def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> d
             "self_describing_kv_events": True,
             "offload_prompt_only": False,
         }
-        spec, place = _SPECS[choice.kind]
+        spec, place = _SPECS[tier.kind]
         extra |= {"spec_name": spec, "spec_module_path": place}
         extra[LINK_KEY] = msgspec.to_builtins(tier.link)
-        if choice.disk_bytes:
-            extra[DISK_KEY] = (choice.disk_dir, choice.disk_bytes)
+        if engine.disk_bytes:
+            extra[DISK_KEY] = (engine.disk_dir, engine.disk_bytes)
     return _transfer(connector, extra, kv_connector_module_path=module)
 
 
