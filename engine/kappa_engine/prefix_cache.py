@@ -127,7 +127,7 @@ class PrefixPool:
     """
 
     def __init__(self, pool: BlockPool, log: EventLog, changed: Callable[[], None]) -> None:
-        self.pool, self.evicted = pool, 0
+        self.pool = pool
         self._log, self._changed = log, changed
         self._blocks: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
@@ -200,7 +200,6 @@ class PrefixPool:
                 del self._blocks[digest]
             self.pool.free(blocks)
             self._changed()
-            self.evicted += short
             self._log.removed(self.pool.place, digests)
         return self.pool.allocate(n)
 

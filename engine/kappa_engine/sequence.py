@@ -129,8 +129,6 @@ class Sequence(Work):
         # Of prompt and answer.
         self.tokens = list(request.tokens)
         self.prompt_tokens = len(self.tokens)
-        # Some rules count a preempted request's waiting from its preemption on.
-        self.submitted_s = arrival_s
         self.rng = np.random.default_rng(request.sampling.seed)
         # approx: it may (still) get a slot. planner: loads its prefix; None: the engine's does.
         self.approx, self.planner = request.approx, request.planner

@@ -181,15 +181,13 @@ class EngineReports:
             )
 
     def _failures(self, engine: Engine) -> None:
-        stats = engine.stats()
-        faults = stats.failed_loads, stats.blocks["misused"]
+        misused = sum(pool.misused for pool in engine.arena.pools.values())
+        faults = engine.loads.failed_loads, misused
         if faults != self._faults:
             self._faults = faults
             self._stats.send(
                 {"kind": "faults", "failed_loads": faults[0], "misused_blocks": faults[1]}
             )
-        stores = engine.store.counters
-        dropped = stores.dropped_full + stores.dropped_late
-        for _ in range(dropped - self._dropped):
+        for _ in range(engine.store.dropped - self._dropped):
             self._stats.send({"kind": "store_dropped"})
-        self._dropped = dropped
+        self._dropped = engine.store.dropped
