@@ -25,7 +25,10 @@ from kappa.plans.measured import rates_from_measured
 from kappa.shapes import model_shape
 from kappa_deploy.commands.heads import heads
 from kappa_engine.config import read_config
+from kappa_engine.kv_cache import ArenaSize
+from kappa_scheduler.config import FairConfig
 from kappa_workers.identity import SparsePlan, WorkerPlan
+from kappa_workers.own_engine.reports import EngineReports, KvPublisher
 from kappa_workers.own_engine.server import OwnPlan
 from kappa_workers.own_engine.torch_engine import TorchEngine, given_device, host_blocks
 from kappa_workers.tiny_model import make_tiny_model
@@ -33,6 +36,8 @@ from kappa_workers.vllm.arguments import Endpoints, EngineLimits
 from kappa_workers.vllm.options import SchedulerOptions
 from tests.engine import hf
 from tests.engine.books import check_engine
+from tests.engine.engines import engine as small_engine
+from tests.engine.engines import generate
 from tests.workers.emulation import asking, llm_config
 
 # One loop, in which the engine lives: every test is a coroutine.
@@ -206,6 +211,17 @@ async def test_what_a_request_did_is_reported_as_by_a_vllm_engine(started):
     assert [100, 5000.0, 100, 1] in works and [1, 100.5, 101, 1] in works
     totals = started.told("iterations")[-1]
     assert totals["charges"]["alice"][1] > 0
+
+
+async def test_preempted_requests_are_in_the_record_of_iterations(tmp_path):
+    reports = EngineReports("", KvPublisher(""), str(tmp_path / "iterations.jsonl"))
+    unaware, size = FairConfig(expected_output_tokens=1), ArenaSize(13, 8, block_tokens=4)
+    with small_engine(size=size, fair=unaware, observer=reports) as made:
+        generate(made, *(list(range(3, 9 + n)) for n in range(4)), count=16)
+        preempted = made.batcher.preemptions
+    reports.close()
+    rows = map(json.loads, (tmp_path / "iterations.jsonl").read_text().splitlines())
+    assert sum(row["preempted"] for row in rows) == preempted > 0
 
 
 async def test_evicted_prefixes_come_back_from_host_memory_by_any_plan(started):

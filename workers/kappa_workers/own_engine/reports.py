@@ -71,7 +71,7 @@ class EngineReports:
         self._stats = StatsSender(stats_endpoint)
         self._log = IterationLog(self._stats.send, log)
         self._moved: dict[str, tuple[int, float]] = {}
-        self._dropped = 0
+        self._dropped = self._preempted = 0
         self._faults = (0, 0)
         self._salts: OrderedDict[bytes, str] = OrderedDict()
         self._kv, self._paced = publisher, paced
@@ -132,8 +132,10 @@ class EngineReports:
             waiting=waiting,
             loading=loading,
             running=running,
+            preempted=batcher.preemptions - self._preempted,
             passed=batcher.passed,
         )
+        self._preempted = batcher.preemptions
         self._log.scheduled(iteration)
         self._log.ended(now_s)
         if self._log.due(now_s, idle=not engine.busy):
