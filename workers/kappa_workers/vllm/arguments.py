@@ -255,7 +255,7 @@ def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> d
     connector, module = _CONNECTORS[choice.kind]
     extra: dict[str, Any] = {STATS_KEY: stats_endpoint}
     if tier.rates is not None:
-        extra[TAIL_KEY] = {"planner": choice.planner, "rates": dict(tier.rates)}
+        extra[TAIL_KEY] = dict(tier.rates)
     if choice.kind == LMCACHE:
         lmcache = choice.lmcache
         url = lmcache.server or tier.server
