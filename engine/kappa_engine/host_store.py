@@ -148,22 +148,20 @@ class HostStore:
         self._stores.append(_Store(type, front, named, blocks, host, event))
         self._on_their_way[type].update(key.digest for key in named)
 
-    def poll(self) -> int:
-        """Publish the blocks that have arrived, in order; returns their number."""
-        published = 0
+    def poll(self) -> None:
+        """Publish the blocks that have arrived, in order."""
         while self._stores and self._stores[0].event.done():
             store = self._stores.popleft()
             cache = self._memory.host[store.type]
             self._on_their_way[store.type].difference_update(k.digest for k in store.keys)
             if store.event.error() is None:
-                published += cache.publish(store.keys, store.host)
+                cache.publish(store.keys, store.host)
             cache.release(store.host)
             # Blocks come one after the other, but a front without its end is of more use.
             cache.touch(store.front)
             self._give_back(store.type, store.device)
         for sequence in self._memory.residents:
             self._leave(sequence)
-        return published
 
     def make_room(self, blocks: int = 0) -> bool:
         """Wait for stores until a device block is free, and `blocks` more activations can be

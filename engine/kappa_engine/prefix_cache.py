@@ -140,11 +140,6 @@ class PrefixPool:
     def __contains__(self, digest: object) -> bool:
         return digest in self._blocks
 
-    @property
-    def idle(self) -> int:
-        """Blocks that can be found and have no user."""
-        return len(self._idle)
-
     def available(self) -> int:
         """Blocks unused or idle."""
         return self.pool.unused + len(self._idle)
@@ -212,8 +207,8 @@ class PrefixPool:
             if block in self._digests and self.pool.refs(block) == 1:
                 self._idle[block] = None
 
-    def publish(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> int:
-        """Let full blocks, which are in use, be found by their keys; returns how many are new.
+    def publish(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
+        """Let full blocks, which are in use, be found by their keys.
 
         A key that is there already keeps its block, and the other stays private.
         """
@@ -226,4 +221,3 @@ class PrefixPool:
         if new:
             self._changed()
             self._log.stored(self.pool.place, new)
-        return len(new)
