@@ -41,12 +41,6 @@ from kappa_workers.own_engine.reports import EngineReports
 from kappa_workers.request_metadata import charges_of
 
 _STOP_S = 30.0
-_REASONS = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "abort": FinishReason.ABORT,
-    "error": FinishReason.ERROR,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +73,7 @@ class _Served:
         return EngineCoreOutput(
             request_id=self.request.request_id,
             new_token_ids=tokens,
-            finish_reason=None if over is None else _REASONS[over],
+            finish_reason=None if over is None else FinishReason[over.upper()],
             stop_reason=None if stopped == self.params.eos_token_id else stopped,
             prefill_stats=None if before or given.account is None else self._stats(given.account),
         )
