@@ -61,10 +61,6 @@ class Buffer:
     act: Event | None = None
 
 
-class NoCpuAttention(ValueError):
-    """A step has context that the CPU is to attend to, and the model has no threads for that."""
-
-
 class Forward:
     """The forward pass of a model over one arena, of its dtype and on its device.
 
@@ -291,12 +287,8 @@ class Forward:
         layers.project_kv(a, tensors, config, running.angles, new, by_cpu)
         there = None
         if step.on_cpu is not None:
-            # Let the CPU begin to attend to host memory.
-            if self.cpu is None:
-                raise NoCpuAttention(
-                    "a step has context that the CPU is to attend to, but this model has no "
-                    "threads for it: give cpu_threads"
-                )
+            # Let the CPU begin to attend to host memory; without threads no planner asks for it.
+            assert self.cpu is not None
             there = self.cpu.begin(layer, step.on_cpu, q, self.mover)
         if buffer.kv is not None:
             self.mover.wait(buffer.kv)

@@ -234,8 +234,6 @@ def test_preempted_requests_free_their_activations_on_device() -> None:
     [
         ({"act_device": 1 << 40}, ArenaTooLarge, r"need .* bytes\), but only .* bytes\) are free"),
         ({"act_device": 12}, ValueError, "12 device blocks of activations, 12 of them to stay"),
-        ({"planner": "host-kvpr"}, ValueError, "act_device_blocks is 12 with planner host-kvpr"),
-        ({"keep_kv": True}, ValueError, "host-hybrid and keep_kv=True: only host-hybrid"),
     ],
 )
 def test_activations_that_cannot_stay_are_refused(changed, error, why) -> None:

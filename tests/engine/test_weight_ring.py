@@ -209,12 +209,6 @@ def test_weights_that_do_not_cross_fail_the_step_not_the_next() -> None:
         assert r.agrees(got, r.expected(tokens)[-1:])
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.5])
-def test_a_share_out_of_range_is_refused(share: float) -> None:
-    with pytest.raises(ValueError, match=r"HostWeights\.share is .*from 0 to 1"):
-        HostWeights(share)
-
-
 def test_share_spreads_evenly_over_the_layers() -> None:
     assert [i for i in range(8) if HostWeights(0.5).has(i)] == [1, 3, 5, 7]
     assert sum(HostWeights(0.3).has(i) for i in range(80)) == 24

@@ -155,11 +155,6 @@ def test_without_rates_nothing_is_planned():
     assert "kappa_plan" not in extra(transfer_config(EngineTier(), 1, ""))
 
 
-def test_a_tier_without_a_server_is_refused():
-    with pytest.raises(ValueError, match="no server"):
-        transfer_config(EngineTier(TierChoice("lmcache")), 1, "")
-
-
 LIMIT_NAMES = {
     "dtype", "max_model_len", "block_size", "num_gpu_blocks_override", "max_num_batched_tokens",
     "max_num_seqs", "enforce_eager",
