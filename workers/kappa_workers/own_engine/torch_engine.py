@@ -4,7 +4,6 @@ start."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,6 @@ import torch
 
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape
-from kappa.plans.architecture import architecture_from_config
 from kappa.plans.clo import equal_heads, layer_seconds, persistent_heads, prefetchable_heads
 from kappa.plans.hybridserve import planned_share
 from kappa.plans.measured import as_measured, rates_from_measured
@@ -51,14 +49,7 @@ class TorchEngine(OwnEngine):
     rates: dict[str, Any]
 
     def build(self) -> Built:
-        plan, limits = self.plan, self.plan.limits
-        raw = json.loads((Path(plan.model_source) / "config.json").read_text(encoding="utf-8"))
-        kinds, act_share = architecture_from_config(raw).kinds(), plan.act_share
-        if (act_share or plan.planner == "host-hybrid") and "A" not in kinds:
-            raise ValueError(
-                f"engine.act_share is {plan.act_share} and engine.planner {plan.planner}, but the "
-                f"KV of {self._model} cannot be made from activations: use host-kv, or act_share 0"
-            )
+        plan, limits, act_share = self.plan, self.plan.limits, self.plan.act_share
         to_plan = plan.planner == "host-hybrid" and not act_share
         if to_plan:
             # To be measured with; the planned share replaces it.
@@ -74,7 +65,7 @@ class TorchEngine(OwnEngine):
             act_device_blocks=plan.act_device_blocks,
             cpu_room_share=plan.cpu_room_share,
         )
-        weights = self._weights(raw)
+        weights = self._weights()
         forward = self._forward(weights, settings)
         rates = self._measured(forward)
         if to_plan:
@@ -89,9 +80,8 @@ class TorchEngine(OwnEngine):
             forward.mover.stop()
             forward.arena.close()
             forward = self._forward(weights, settings)
-        cpu, activations = plan.cpu_threads > 0, "A" in kinds
-        host = host_planners(plan.planner, act_share)
-        planning = Planning(limits.block_tokens, rates, activations=activations, cpu=cpu, host=host)
+        cpu, host = plan.cpu_threads > 0, host_planners(plan.planner, act_share)
+        planning = Planning(limits.block_tokens, rates, cpu=cpu, host=host)
         endpoints, iterations = self.own.endpoints, plan.scheduler.for_rank(self.own.rank).log
         blocks = limits.device_blocks + plan.host_blocks
         kv_events = KvPublisher(endpoints.kv_events)
@@ -107,10 +97,10 @@ class TorchEngine(OwnEngine):
 
         return Built(engine, reports, close)
 
-    def _weights(self, raw: dict[str, Any]) -> Weights:
+    def _weights(self) -> Weights:
         plan = self.plan
         device = given_device(plan.gpus, ray.get_gpu_ids() if plan.gpus else (), os.environ)
-        dtype, config = DTYPES[plan.limits.dtype], read_config(raw, self._model)
+        dtype, config = DTYPES[plan.limits.dtype], read_config(plan.model_source, self._model)
         host = HostWeights(*plan.weights)
         return load_weights(plan.model_source, config, dtype=dtype, device=device, host=host)
 
