@@ -79,10 +79,7 @@ class Forward:
         self.max_tokens, self.vocab = config.max_tokens, config.vocab
         self.ring = WeightRing(weights, mover)
         self.cpu = CpuAttention(arena, config, cpu_threads) if cpu_threads else None
-        self._rope: tuple[Tensor, float] | None = None
-        if config.rope:
-            inverse, factor = layers.frequencies(config.rope, config.head_dim)
-            self._rope = inverse.to(weights.device), factor
+        self.angles = layers.rotation(weights)
         self._cpu_rows: dict[str, int] = {}
         self._buffers: list[Buffer] = []
         # Whether contexts cross; not while computing alone is measured.
@@ -187,10 +184,6 @@ class Forward:
         if weights:
             self.ring.fetch("attention", "mlp")
         self._load_kv(layer, one.step, buffer)
-
-    def angles(self, positions: Tensor) -> layers.Angles:
-        """Rotary angles of tokens at these positions; None where positions are learned."""
-        return layers.angles(positions, *self._rope, self.weights.dtype) if self._rope else None
 
     def close(self) -> None:
         """End the CPU's thread, if there is one; no computation may be under way."""
