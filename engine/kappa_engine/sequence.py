@@ -13,10 +13,10 @@ import numpy as np
 
 from kappa.plans.load_plan import LoadPlan
 from kappa.plans.planners import Planner
+from kappa_engine.account import Account
 from kappa_engine.block_pool import BlockError, Ids
 from kappa_engine.prefix_cache import BlockKey, extend_keys
 from kappa_engine.sampling import GREEDY, Sampling
-from kappa_engine.stats import Account
 from kappa_scheduler.work import Work
 
 FinishReason = Literal["stop", "length", "abort", "error"]

@@ -30,12 +30,12 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.stats import PrefillStats
 
+from kappa_engine.account import Account
 from kappa_engine.engine_thread import EngineThread
 from kappa_engine.llm_engine import Engine
 from kappa_engine.peaks import machine_peaks
 from kappa_engine.sampling import GREEDY
 from kappa_engine.sequence import EngineRequest, Output
-from kappa_engine.stats import Account
 from kappa_workers.own_engine.asked import engine_request, refuse_unknown
 from kappa_workers.own_engine.reports import EngineReports
 from kappa_workers.request_metadata import charges_of
