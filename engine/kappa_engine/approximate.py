@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -27,8 +27,8 @@ class SlotPass:
     logits: dict[Sequence, Tensor] = field(default_factory=dict)
     # Requests that cannot go on in their slot; some have logits all the same.
     lost: list[Sequence] = field(default_factory=list)
-    # By request that got its prefix with this pass: seconds of the link, and bytes.
-    begun: dict[Sequence, tuple[float, int]] = field(default_factory=dict)
+    # By request that got its prefix with this pass: seconds of the link.
+    begun: dict[Sequence, float] = field(default_factory=dict)
 
 
 class ApproximateDecoder(Memory, Protocol):
@@ -53,9 +53,6 @@ class ApproximateDecoder(Memory, Protocol):
 
     def release(self, sequence: Sequence) -> None:
         """Free the slot of a request that is over, or begins again; it may have none."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Counts so far, ready for JSON."""
 
 
 MakeDecoder = Callable[[BlockManager, HostStore], ApproximateDecoder]

@@ -46,8 +46,6 @@ class CpuWorker:
     """
 
     def __init__(self, threads: int) -> None:
-        if threads < 1:
-            raise ValueError(f"{threads} threads for the CPU's share: give 1 or more")
         self.threads = threads
         self._newest: Future[object] | None = None
         self._pool = ThreadPoolExecutor(1, "kappa-cpu")

@@ -61,10 +61,6 @@ class Buffer:
     act: Event | None = None
 
 
-class NoCpuAttention(ValueError):
-    """A step has context that the CPU is to attend to, and the model has no threads for that."""
-
-
 class Forward:
     """The forward pass of a model over one arena, of its dtype and on its device.
 
@@ -83,10 +79,7 @@ class Forward:
         self.max_tokens, self.vocab = config.max_tokens, config.vocab
         self.ring = WeightRing(weights, mover)
         self.cpu = CpuAttention(arena, config, cpu_threads) if cpu_threads else None
-        self._rope: tuple[Tensor, float] | None = None
-        if config.rope:
-            inverse, factor = layers.frequencies(config.rope, config.head_dim)
-            self._rope = inverse.to(weights.device), factor
+        self.angles = layers.rotation(weights)
         self._cpu_rows: dict[str, int] = {}
         self._buffers: list[Buffer] = []
         # Whether contexts cross; not while computing alone is measured.
@@ -192,10 +185,6 @@ class Forward:
             self.ring.fetch("attention", "mlp")
         self._load_kv(layer, one.step, buffer)
 
-    def angles(self, positions: Tensor) -> layers.Angles:
-        """Rotary angles of tokens at these positions; None where positions are learned."""
-        return layers.angles(positions, *self._rope, self.weights.dtype) if self._rope else None
-
     def close(self) -> None:
         """End the CPU's thread, if there is one; no computation may be under way."""
         if self.cpu is not None:
@@ -291,12 +280,8 @@ class Forward:
         layers.project_kv(a, tensors, config, running.angles, new, by_cpu)
         there = None
         if step.on_cpu is not None:
-            # Let the CPU begin to attend to host memory.
-            if self.cpu is None:
-                raise NoCpuAttention(
-                    "a step has context that the CPU is to attend to, but this model has no "
-                    "threads for it: give cpu_threads"
-                )
+            # Let the CPU begin to attend to host memory; without threads no planner asks for it.
+            assert self.cpu is not None
             there = self.cpu.begin(layer, step.on_cpu, q, self.mover)
         if buffer.kv is not None:
             self.mover.wait(buffer.kv)

@@ -29,22 +29,6 @@ MOST_PENDING_BLOCKS = 4096
 
 
 @dataclass(slots=True)
-class StoreCounters:
-    """Blocks stored, and not stored by reason."""
-
-    stored: int = 0
-    # The host pool had nothing to evict.
-    dropped_full: int = 0
-    # Too many blocks were on their way.
-    dropped_late: int = 0
-    # The block before it is not in host memory.
-    dropped_orphan: int = 0
-    failed_stores: int = 0
-    # No device block to capture activations in.
-    not_captured: int = 0
-
-
-@dataclass(slots=True)
 class _Store:
     type: BlockType
     front: Run[BlockKey]
@@ -60,7 +44,8 @@ class HostStore:
     def __init__(
         self, arena: Arena, mover: LinkMover, memory: BlockManager, settings: EngineOptions
     ) -> None:
-        self.counters = StoreCounters()
+        # Blocks so far for which the host pool, or the link, had no room.
+        self.dropped = 0
         # Called with KV blocks that are being copied: keys, device and host blocks.
         self.copied: Callable[[list[BlockKey], list[int], list[int]], None] | None = None
         self._arena, self._mover, self._memory, self._settings = arena, mover, memory, settings
@@ -89,8 +74,6 @@ class HostStore:
                 continue
             if self._acts.unused:
                 blocks[index] = self._acts.allocate(1)[0]
-            else:
-                self.counters.not_captured += 1
         return dict(blocks)
 
     def computed(self, sequence: Sequence, tokens: int) -> None:
@@ -165,25 +148,20 @@ class HostStore:
         self._stores.append(_Store(type, front, named, blocks, host, event))
         self._on_their_way[type].update(key.digest for key in named)
 
-    def poll(self) -> int:
-        """Publish the blocks that have arrived, in order; returns their number."""
-        published = 0
+    def poll(self) -> None:
+        """Publish the blocks that have arrived, in order."""
         while self._stores and self._stores[0].event.done():
             store = self._stores.popleft()
             cache = self._memory.host[store.type]
             self._on_their_way[store.type].difference_update(k.digest for k in store.keys)
             if store.event.error() is None:
-                published += cache.publish(store.keys, store.host)
-                self.counters.stored += len(store.keys)
-            else:
-                self.counters.failed_stores += len(store.keys)
+                cache.publish(store.keys, store.host)
             cache.release(store.host)
             # Blocks come one after the other, but a front without its end is of more use.
             cache.touch(store.front)
             self._give_back(store.type, store.device)
         for sequence in self._memory.residents:
             self._leave(sequence)
-        return published
 
     def make_room(self, blocks: int = 0) -> bool:
         """Wait for stores until a device block is free, and `blocks` more activations can be
@@ -256,17 +234,15 @@ class HostStore:
         return self._there("kv", digest), self._there("act", digest)
 
     def _fitting(self, type: BlockType, keys: list[BlockKey], beside: Collection[bytes]) -> int:
-        """The number of leading blocks that can be stored; counts the others as dropped."""
-        counters, wanted = self.counters, len(keys)
+        """The number of leading blocks that can be stored; counts those without room as dropped."""
+        wanted = len(keys)
         digests: set[bytes | None] = {None, *beside}
         for index, key in enumerate(keys):
             if key.parent not in digests and not any(self._in_host(key.parent)):
-                counters.dropped_orphan += wanted - index
                 wanted = index
                 break
             digests.add(key.digest)
         late = max(wanted - (MOST_PENDING_BLOCKS - len(self)), 0)
         full = max(wanted - late - self._memory.host[type].available(), 0)
-        counters.dropped_late += late
-        counters.dropped_full += full
+        self.dropped += late + full
         return wanted - late - full

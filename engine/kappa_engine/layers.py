@@ -53,6 +53,16 @@ def angles(
     return (turn.cos() * factor).to(dtype), (turn.sin() * factor).to(dtype)
 
 
+def rotation(weights: Weights) -> Callable[[Tensor], Angles]:
+    """The rotary angles of a model's tokens by their positions; None where these are learned."""
+    config, device, dtype = weights.config, weights.device, weights.dtype
+    if not config.rope:
+        return lambda positions: None
+    inverse, factor = frequencies(config.rope, config.head_dim)
+    inverse = inverse.to(device)
+    return lambda positions: angles(positions, inverse, factor, dtype)
+
+
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Turn every head of x (n, heads, head_dim) by its token's angles."""
     half = x.shape[-1] // 2

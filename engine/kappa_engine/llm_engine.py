@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Run
-from dataclasses import asdict
+from itertools import count
 from typing import NamedTuple, Protocol
 
 import torch
@@ -28,7 +28,6 @@ from kappa_engine.prefix_loads import PrefixLoads
 from kappa_engine.sampling import sample
 from kappa_engine.sequence import EngineRequest, FinishReason, Output, Sequence
 from kappa_engine.settings import EngineOptions
-from kappa_engine.stats import EngineStats
 from kappa_engine.step import ServedModel
 from kappa_scheduler.batching import Batcher, Step
 from kappa_scheduler.catalogue import rule_named, step_limit
@@ -98,12 +97,12 @@ class Engine:
         self.approximate = None if approximate is None else approximate(memory, store)
         seen: Memory = memory if self.approximate is None else self.approximate
         self.batcher = Batcher(seen, rule, settings.budget_tokens, settings.max_running, limit)
-        self._stats = EngineStats()
-        self._loads = PrefixLoads(self.arena, self.mover, memory, self._stats)
+        self.loads = PrefixLoads(self.arena, self.mover, memory)
         self._model = model
-        self._runner = ModelRunner(model, self._loads, store, self.planning, settings)
+        self._runner = ModelRunner(model, self.loads, store, self.planning, settings)
         self._settings = settings
         self._clock, self._observer = clock, observer
+        self._ids = count()
         self._live: dict[int, Sequence] = {}
         self._decoding: dict[Sequence, None] = {}
         self._outputs: list[Output] = []
@@ -144,11 +143,10 @@ class Engine:
         resides, most = self.check(request)
         max_tokens = min(request.max_tokens, most - len(request.tokens))
         size = self.arena.block_tokens
-        sequence = Sequence(self._stats.requests, request, self._clock(), max_tokens, size)
+        sequence = Sequence(next(self._ids), request, self._clock(), max_tokens, size)
         sequence.resides = resides
         if self._begins_in_slot(request):
             sequence.planner = None  # Of its prefix, should it have to be loaded after all.
-        self._stats.requests += 1
         self._live[sequence.request_id] = sequence
         self.memory.arrived(sequence)
         self.batcher.add(sequence, sequence.arrival_s)
@@ -168,9 +166,8 @@ class Engine:
         if sequence is None:
             return False
         sequence.finish_reason = "abort"
-        self._stats.aborted += 1
         self._outputs.append(Output(request_id, [], "abort", sequence.account))
-        if sequence not in self._loads:
+        if sequence not in self.loads:
             self._leave(sequence, self._clock())
         return True
 
@@ -182,13 +179,13 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a request is unfinished, or an output not handed over."""
-        return bool(self._live or len(self._loads) or self._outputs)
+        return bool(self._live or len(self.loads) or self._outputs)
 
     def step(self) -> list[Output]:
         """Run one iteration and return its outputs; wait a moment if all wait for copies."""
         now_s = self._clock()
         self.store.poll()
-        for sequence in self._loads.landed(now_s):
+        for sequence in self.loads.landed(now_s):
             self.batcher.landed(sequence, now_s)
             if sequence.finish_reason is not None:
                 self._leave(sequence, now_s)
@@ -200,7 +197,7 @@ class Engine:
         if step.chunks or self._decoding:
             iterated = self._iterate(step)
         elif self._live and not self.batcher.ready:
-            waited = self._loads.rest(REST_S) or self.store.rest(REST_S)
+            waited = self.loads.rest(REST_S) or self.store.rest(REST_S)
             if not waited:
                 time.sleep(REST_S)
         outputs, self._outputs = self._outputs, []
@@ -208,25 +205,6 @@ class Engine:
         if self._observer is not None and iterated is not None:
             self._observer.iterated(self, *iterated)
         return outputs
-
-    def stats(self) -> EngineStats:
-        """Counts so far; the same object each time."""
-        self.mover.settle()
-        stats, memory = self._stats, self.memory
-        for way, link in self.mover.counters.items():
-            stats.link[f"{way}_bytes"] = link.copied_bytes
-            stats.link[f"{way}_s"] = link.busy_s
-            stats.link[f"{way}_failed"] = link.failed
-        stats.blocks = {
-            **asdict(self.store.counters),
-            "evicted_device": memory.device.evicted,
-            "evicted_host": sum(cache.evicted for cache in memory.host.values()),
-            "misused": sum(pool.misused for pool in self.arena.pools.values()),
-        }
-        stats.preemptions = self.batcher.preemptions
-        if self.approximate is not None:
-            stats.sparse = self.approximate.to_dict()
-        return stats
 
     def events(self) -> list[CacheEvent]:
         """Changes of the prefix caches since the last call."""
@@ -275,20 +253,18 @@ class Engine:
             account, load, kept = sequence.account, sequence.load, sequence.kept
             there = quote.device_tokens
             if not account.preemptions:
-                account.queue_s = now_s - sequence.submitted_s
                 account.kept_tokens = kept.blocks * sequence.block_tokens if kept else 0
                 account.device_tokens = there - account.kept_tokens
                 account.new_tokens = sequence.total_tokens - there
-            planned = kept or load
-            nothing = self.planning.without_load(sequence.total_tokens - there, there)
-            account.predicted(nothing if planned is None else planned.plan)
+            if (planned := kept or load) is not None:
+                account.plan, account.why = planned.plan.kind, planned.plan.why
             if self._observer is not None:
                 self._observer.admitted(sequence)
             if load is not None:
-                self._loads.start(sequence, now_s, others)
+                self.loads.start(sequence, now_s, others)
         # Land at most one iteration's worth of them.
         if not self.batcher.ready:
-            for sequence in self._loads.due(self.batcher.budget_tokens):
+            for sequence in self.loads.due(self.batcher.budget_tokens):
                 self.batcher.landed(sequence, now_s)
 
     def _iterate(self, step: Step) -> _Iterated:
@@ -308,12 +284,8 @@ class Engine:
             )
         self.mover.mark().block()
         end_s = self._clock()
-        seconds, stats = end_s - begin_s, self._stats
-        stats.iterations += 1
-        stats.gpu_s += seconds
-        stats.decode_tokens += len(decoding)
-        for work, new, _ in step.chunks:
-            stats.prefill_tokens += new
+        seconds = end_s - begin_s
+        for work, _, _ in step.chunks:
             _sequence(work).account.compute_s += seconds
         self.batcher.ran(seconds, 1, end_s)
         for sequence, chunk in chunks.items():
@@ -332,8 +304,8 @@ class Engine:
         if self.approximate is None or len(exact) == len(chunks):
             return logits, []
         done = self.approximate.compute({s: c for s, c in chunks.items() if s.slot is not None})
-        for sequence, (seconds, size_bytes) in done.begun.items():
-            self._loads.arrived(sequence, seconds, size_bytes)
+        for sequence, seconds in done.begun.items():
+            self.loads.arrived(sequence, seconds)
         return logits | done.logits, done.lost
 
     def _change_slots(
@@ -342,7 +314,7 @@ class Engine:
         """Requests that lost their slot are computed again, exactly; others are moved into one."""
         for sequence in [one for one in lost if one.finish_reason is None]:
             if sequence.load is not None:
-                self._loads.failed(sequence)
+                self.loads.failed(sequence)
             decoder.expel(sequence)
             self._preempted(_sequence(self.batcher.preempt(now_s, sequence)))
         for sequence in [one for one in list(self._decoding) if decoder.promote(one)]:
@@ -354,8 +326,6 @@ class Engine:
         """Append a request's next token, and end the request if it is the last."""
         account = sequence.account
         account.approximate_tokens += sequence.slot is not None
-        if not sequence.output_tokens:
-            account.ttft_s = now_s - sequence.submitted_s
         sequence.append(token)
         self._decoding[sequence] = None
         reason: FinishReason | None = None
@@ -368,7 +338,6 @@ class Engine:
         if reason is not None:
             sequence.finish_reason = reason
             del self._live[sequence.request_id]
-            self._stats.finished += 1
             self._leave(sequence, now_s)
 
     def _leave(self, sequence: Sequence, now_s: float) -> None:
@@ -377,9 +346,6 @@ class Engine:
         end = self.batcher.abort if sequence.finish_reason == "abort" else self.batcher.finish
         end(sequence, sequence.output_tokens, now_s)
         self._free(sequence)
-        sequence.account.total_s = now_s - sequence.submitted_s
-        sequence.account.output_tokens = sequence.output_tokens
-        self._stats.ended(sequence.account)
 
     def _load_over(self, sequence: Sequence) -> None:
         """Tell the rule: some look again at requests that wait for a load only when one lands."""

@@ -112,7 +112,7 @@ class ModelRunner:
         to the context that should have crossed."""
         load, kept = sequence.load, sequence.kept
         if kept is not None and kept.crosses:
-            self._loads.stays(sequence)
+            self._loads.failed_loads += 1
             if kept.grows:
                 # Host memory still has it, and the link may work for the next token.
                 row = self._row(sequence, *chunk, recompute=True)

@@ -127,7 +127,7 @@ class PrefixPool:
     """
 
     def __init__(self, pool: BlockPool, log: EventLog, changed: Callable[[], None]) -> None:
-        self.pool, self.evicted = pool, 0
+        self.pool = pool
         self._log, self._changed = log, changed
         self._blocks: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
@@ -139,11 +139,6 @@ class PrefixPool:
 
     def __contains__(self, digest: object) -> bool:
         return digest in self._blocks
-
-    @property
-    def idle(self) -> int:
-        """Blocks that can be found and have no user."""
-        return len(self._idle)
 
     def available(self) -> int:
         """Blocks unused or idle."""
@@ -200,7 +195,6 @@ class PrefixPool:
                 del self._blocks[digest]
             self.pool.free(blocks)
             self._changed()
-            self.evicted += short
             self._log.removed(self.pool.place, digests)
         return self.pool.allocate(n)
 
@@ -213,8 +207,8 @@ class PrefixPool:
             if block in self._digests and self.pool.refs(block) == 1:
                 self._idle[block] = None
 
-    def publish(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> int:
-        """Let full blocks, which are in use, be found by their keys; returns how many are new.
+    def publish(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
+        """Let full blocks, which are in use, be found by their keys.
 
         A key that is there already keeps its block, and the other stays private.
         """
@@ -227,4 +221,3 @@ class PrefixPool:
         if new:
             self._changed()
             self._log.stored(self.pool.place, new)
-        return len(new)

@@ -13,17 +13,17 @@ from kappa.plans.load_plan import LoadPlan
 from kappa_engine.block_manager import BlockManager
 from kappa_engine.kv_cache import Arena
 from kappa_engine.sequence import Sequence
-from kappa_engine.stats import EngineStats
 from kappa_engine.transfer import WAIT_S, Event, LinkMover, TransferFailed
 
 
 class PrefixLoads:
-    """Loads of one engine, counted in `stats` as they start, arrive and fail."""
+    """Loads of one engine."""
 
-    def __init__(
-        self, arena: Arena, mover: LinkMover, memory: BlockManager, stats: EngineStats
-    ) -> None:
-        self._arena, self._mover, self._memory, self._stats = arena, mover, memory, stats
+    def __init__(self, arena: Arena, mover: LinkMover, memory: BlockManager) -> None:
+        self._arena, self._mover, self._memory = arena, mover, memory
+        # Loads so far, and passes over contexts in host memory, that did not arrive; their tokens
+        # were computed.
+        self.failed_loads = 0
         # Loads beside the iterations, in the order in which they end.
         self._events: dict[Sequence, Event] = {}
         # When the last one ended, or the first of these began.
@@ -46,7 +46,6 @@ class PrefixLoads:
         """
         load = sequence.load
         assert load is not None
-        self._stats.loads += 1
         load.started_s = now_s
         if not others or any(segment.kind != "K" for segment in load.plan.segments):
             self._within.append(sequence)
@@ -94,7 +93,7 @@ class PrefixLoads:
             load = sequence.load
             assert load is not None
             if event.error() is None:
-                self.arrived(sequence, now_s - load.started_s, self._size_bytes(load.plan))
+                self.arrived(sequence, now_s - load.started_s)
                 self._memory.computed(sequence, load.stop * self._arena.block_tokens)
             else:
                 self.failed(sequence)
@@ -106,13 +105,12 @@ class PrefixLoads:
         """Account for prefixes that came in one iteration, in `seconds` of the link for all."""
         sizes = [self._size_bytes(s.load.plan) for s in sequences if s.load is not None]
         for sequence, size_bytes in zip(sequences, sizes, strict=True):
-            self.arrived(sequence, seconds * size_bytes / max(sum(sizes), 1), size_bytes)
+            self.arrived(sequence, seconds * size_bytes / max(sum(sizes), 1))
 
-    def arrived(self, sequence: Sequence, seconds: float, size_bytes: int) -> None:
+    def arrived(self, sequence: Sequence, seconds: float) -> None:
         """Account for a prefix that came, in `seconds` of the link."""
         account, plan = sequence.account, self._memory.end_load(sequence).plan
         account.load_s += seconds
-        account.load_bytes += size_bytes
         if account.preemptions:
             return  # its tokens have been counted, by where they came from first
         account.loaded_tokens += plan.tokens("K")
@@ -124,17 +122,10 @@ class PrefixLoads:
     def failed(self, sequence: Sequence) -> None:
         """Account for a prefix that did not come, and will be computed."""
         tokens = self._memory.end_load(sequence).plan.cached_tokens
-        self._stats.failed_loads += 1
-        self._stats.failed_load_tokens += tokens
+        self.failed_loads += 1
         if not sequence.account.preemptions:
             sequence.account.recomputed_tokens += tokens
             sequence.account.new_tokens -= tokens
-
-    def stays(self, sequence: Sequence) -> None:
-        """Count a pass in which a context in host memory did not cross the link."""
-        assert sequence.kept is not None
-        self._stats.failed_loads += 1
-        self._stats.failed_load_tokens += sequence.kept.blocks * self._arena.block_tokens
 
     def rest(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s` for the first load to end; False if there is none."""

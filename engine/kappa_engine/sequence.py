@@ -13,10 +13,10 @@ import numpy as np
 
 from kappa.plans.load_plan import LoadPlan
 from kappa.plans.planners import Planner
+from kappa_engine.account import Account
 from kappa_engine.block_pool import BlockError, Ids
 from kappa_engine.prefix_cache import BlockKey, extend_keys
 from kappa_engine.sampling import GREEDY, Sampling
-from kappa_engine.stats import Account
 from kappa_scheduler.work import Work
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -129,8 +129,6 @@ class Sequence(Work):
         # Of prompt and answer.
         self.tokens = list(request.tokens)
         self.prompt_tokens = len(self.tokens)
-        # Some rules count a preempted request's waiting from its preemption on.
-        self.submitted_s = arrival_s
         self.rng = np.random.default_rng(request.sampling.seed)
         # approx: it may (still) get a slot. planner: loads its prefix; None: the engine's does.
         self.approx, self.planner = request.approx, request.planner

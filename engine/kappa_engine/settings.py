@@ -31,7 +31,7 @@ class EngineOptions:
     act_share: float = 0.0
     keep_kv: bool = True
     # Blocks of activations that contexts in host memory may have on the device instead, for as long
-    # as their requests run ("host-hybrid").
+    # as their requests run: of planner "host-hybrid" alone, without their KV beside them.
     act_device_blocks: int = 0
     # The share of the device's blocks that a request may take. Beyond it "auto" leaves the front of
     # a cached prefix in host memory, if the engine has threads that attend to it there, and
@@ -51,12 +51,6 @@ class EngineOptions:
                 f"EngineOptions.act_share is {self.act_share}, but the arena has "
                 f"{size.act_device} device blocks of activations, {stay} of them to stay there, "
                 f"and {size.act_host} host blocks: give both, or act_share=0"
-            )
-        if stay and (self.planner != "host-hybrid" or self.keep_kv):
-            raise ValueError(
-                f"EngineOptions.act_device_blocks is {stay} with planner {self.planner} and "
-                f"keep_kv={self.keep_kv}: only host-hybrid, without KV beside its activations, "
-                "keeps them on the device"
             )
         window = self.window_blocks(size.block_tokens)
         if host_planners(self.planner, self.act_share) and size.kv_device < window:

@@ -69,10 +69,6 @@ class Pages:
     def __init__(self, kv_device: Ids = _NO_BLOCKS) -> None:
         self._columns: dict[tuple[BlockType, Place], Ids] = {("kv", "device"): kv_device}
 
-    def __len__(self) -> int:
-        """Blocks."""
-        return max(map(len, self._columns.values()))
-
     def column(self, type: BlockType, place: Place) -> Ids:
         """Ids of that type and place, to read and to write."""
         return self._columns.get((type, place), _NO_BLOCKS)

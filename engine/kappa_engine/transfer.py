@@ -41,10 +41,6 @@ class LinkCounters:
     copied_bytes: int = 0
     # In which it copied.
     busy_s: float = 0.0
-    # Pairs of tensors.
-    copies: int = 0
-    # Copies, started together, that failed.
-    failed: int = 0
 
 
 class Event(ABC):
@@ -120,10 +116,6 @@ class LinkMover(ABC):
         """Copy the bytes, here alone; raise to fail."""
         for target, source in copies:
             target.copy_(source, non_blocking=True)
-
-    def _count(self, direction: Direction, copies: Copies, size_bytes: int) -> None:
-        self.counters[direction].copied_bytes += size_bytes
-        self.counters[direction].copies += len(copies)
 
 
 def mover_for(device: torch.device | str) -> LinkMover:
@@ -216,9 +208,8 @@ class CudaMover(LinkMover):
                 if after is not None and after.error() is not None:
                     raise TransferFailed("what it was to come after failed") from after.error()
                 self._copy(direction, copies)
-                self._count(direction, copies, size_bytes)
+                self.counters[direction].copied_bytes += size_bytes
             except Exception as caught:
-                self.counters[direction].failed += 1
                 error = caught
             end.record(stream)
         self._untimed[direction].append((begin, end))
@@ -282,16 +273,12 @@ class CpuMover(LinkMover):
 
         def run() -> None:
             counters = self.counters[direction]
-            try:
-                if after is not None:
-                    after.block()
-                begin_s = time.perf_counter()
-                self._copy(direction, copies)
-                counters.busy_s += time.perf_counter() - begin_s
-                self._count(direction, copies, size_bytes)
-            except Exception:
-                counters.failed += 1
-                raise
+            if after is not None:
+                after.block()
+            begin_s = time.perf_counter()
+            self._copy(direction, copies)
+            counters.busy_s += time.perf_counter() - begin_s
+            counters.copied_bytes += size_bytes
 
         try:
             event = _CpuEvent(self._threads[direction].submit(run))

@@ -48,7 +48,6 @@ class WeightRing:
         self.layers = [i for i in range(weights.config.layers) if weights.host.has(i)]
         self._pinned: list[Tensor] = []
         tensors = [{name: self._of(i, name) for name in weights.host.names} for i in self.layers]
-        self.step_bytes = sum(t.nbytes for each in tensors for t in each.values())
         if weights.device.type == "cuda":
             try:
                 for tensor in (t for each in tensors for t in each.values()):

@@ -47,10 +47,6 @@ class HostWeights:
     # Of each of these: all, or attention's (queries, keys, values, output) or the MLP's alone.
     part: Literal["layers", "attention", "mlp"] = "layers"
 
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.share <= 1.0:
-            raise ValueError(f"HostWeights.share is {self.share}: give a share from 0 to 1")
-
     def has(self, layer: int) -> bool:
         """Whether a layer is one of them."""
         return int((layer + 1) * self.share + 1e-9) > int(layer * self.share + 1e-9)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kappa.checks import check_not_negative, check_positive
+from kappa.checks import check_not_negative
 from kappa.cost import transfer_s
-
-_MAX_HEADROOM = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +26,7 @@ class LinkRates:
 
 @dataclass(frozen=True, slots=True)
 class FairConfig:
-    """Settings of the fair rule."""
+    """Settings of the fair rule; `kappa.settings` bounds those that are set."""
 
     weights: Mapping[str, float] = field(default_factory=dict)  # share of each tenant
     default_weight: float = 1.0  # of tenants not named
@@ -50,19 +47,3 @@ class FairConfig:
     headroom: float = 1 / 16
     class_s: float = 10.0  # head start of a class of priority on the next
     step_factor: float = 3.0  # of `kappa.cost.StepLimit`; 0: no bound
-
-    def __post_init__(self) -> None:
-        waits = "max_skips", "due_after_s", "slack_s", "credit", "class_s"
-        check_not_negative(self, *waits, "headroom", "step_factor")
-        check_positive(self, "window", "expected_output_tokens", "default_weight")
-        if self.headroom > _MAX_HEADROOM:
-            raise ValueError(
-                f"FairConfig.headroom is {self.headroom}: give at most {_MAX_HEADROOM}, or "
-                "tenants with something running could hardly use the engine"
-            )
-        for tenant, weight in self.weights.items():
-            if not (math.isfinite(weight) and weight > 0):
-                raise ValueError(
-                    f"FairConfig: the weight of tenant {tenant!r} is {weight}: give a finite "
-                    "number above zero"
-                )

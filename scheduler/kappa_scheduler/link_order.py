@@ -22,14 +22,12 @@ class LinkOrder(Generic[T]):
     """Transfers that wait for one link: urgent stores first, then loads, then stores.
 
     With the order "fifo" all wait in `loads`. store_s: seconds of a store's next piece, which the
-    stores' credit must cover. `ValueError` for an unknown order.
+    stores' credit must cover.
     """
 
     __slots__ = ("_fifo", "_store_s", "credit_s", "loads", "stores", "urgent")
 
     def __init__(self, order: str, store_s: Callable[[T], float]) -> None:
-        if order not in (LOADS_FIRST, FIFO):
-            raise ValueError(f"unknown link order {order!r}: choose {LOADS_FIRST} or {FIFO}")
         self._fifo, self._store_s = order == FIFO, store_s
         self.urgent: deque[T] = deque()
         self.loads: deque[T] = deque()

@@ -18,7 +18,6 @@ tenants it is worth, once, what waiting as long would earn. Shares come from wei
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -207,15 +206,13 @@ class TenantQueues:
     def charged_elsewhere(
         self, charges: Mapping[str, Charge], weights: Mapping[str, float]
     ) -> None:
-        """Take other workers' cumulative charges; late and repeated reports change nothing."""
+        """Take other workers' cumulative charges, none below zero, and weights above it; late and
+        repeated reports change nothing."""
         for name, weight in weights.items():
-            if math.isfinite(weight) and weight > 0:
-                self._tenant(name).weight = weight
+            self._tenant(name).weight = weight
         for name, charge in charges.items():
             known = self._tenant(name).elsewhere
-            for resource, seconds in enumerate(charge):
-                if math.isfinite(seconds):
-                    known[resource] = max(known[resource], seconds)
+            known[:] = map(max, known, charge)
 
     def service_s(self, name: str) -> float:
         """A tenant's seconds of its dominant resource over its weight, lifts included."""

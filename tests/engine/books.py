@@ -37,5 +37,7 @@ def check_engine(engine: Engine) -> None:
     check_memory(engine.memory)
     if not engine.busy and not len(engine.store):
         for cache in (engine.memory.device, *engine.memory.host.values()):
-            assert cache.pool.used == cache.idle == len(cache), "a block without a holder is kept"
+            assert cache.pool.used == len(cache._idle) == len(cache), (
+                "a block without a holder is kept"
+            )
         assert not engine.arena.pools["act", "device"].used, "a captured block has no holder"

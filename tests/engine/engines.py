@@ -80,7 +80,7 @@ def engine(
         yield made
         finish(made)
         check_engine(made)
-        assert made.stats().blocks["misused"] == 0
+        assert not any(pool.misused for pool in made.arena.pools.values())
     finally:
         if isinstance(link, Link):
             link.open.set()
@@ -92,6 +92,18 @@ def engine(
 def link_of(made: Engine) -> Link:
     assert isinstance(made.mover, Link)
     return made.mover
+
+
+def loaded_bytes(made: Engine) -> int:
+    """Bytes that have crossed to the device."""
+    return made.mover.counters["h2d"].copied_bytes
+
+
+def weight_bytes(made: Engine) -> int:
+    """Bytes of weights that cross at every step."""
+    weights = made._model.weights
+    names, layers = weights.host.names, made._model.ring.layers
+    return sum(getattr(weights.layers[i], name).nbytes for i in layers for name in names)
 
 
 def finish(made: Engine, most: int = 3000) -> list[Output]:
@@ -139,7 +151,7 @@ def evict_device(made: Engine) -> None:
     """Only host memory knows the past."""
     device = made.memory.device
     device.release(device.take(device.pool.count))
-    assert made.stats().link["h2d_bytes"] == 0 or made._model.ring.layers
+    assert loaded_bytes(made) == 0 or made._model.ring.layers
 
 
 def generate_in_host(made: Engine, *prompts: list[int], **options: Any) -> list[list[int]]:

@@ -76,7 +76,7 @@ def test_what_does_not_fit_after_all_is_not_taken() -> None:
         taken = memory.device.take(SIZE.kv_device - 5)
         assert memory.take(late, quote) is None
         assert memory.available() == 5 and late.load is None and not len(late.blocks)
-        assert memory.host["kv"].idle == len(memory.host["kv"])
+        assert memory.host["kv"].available() == memory.host["kv"].pool.count
         memory.device.release(taken)
         check_memory(memory)
 

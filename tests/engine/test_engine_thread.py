@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 
 import pytest
 
@@ -27,10 +26,6 @@ def runner(publish=None, **settings) -> Iterator[EngineThread]:
             running.stop(20)
             names = {thread.name for thread in threading.enumerate() if thread not in before}
             assert "kappa-engine" not in names
-
-
-def stats(running: EngineThread):
-    return running.call(lambda made: asdict(made.stats()))
 
 
 async def stream(running: EngineThread, request: EngineRequest) -> AsyncGenerator[Output, None]:
@@ -62,9 +57,7 @@ async def test_many_streams_at_once_each_get_their_own_tokens() -> None:
     prompts = [prompt(3 * n + 1, n) for n in range(6)]
     with runner(budget_tokens=16) as running:
         answers = await asyncio.gather(*(collect(running, p) for p in prompts))
-        totals = await asyncio.wrap_future(stats(running))
     assert answers == [expected(p) for p in prompts]
-    assert totals["finished"] == 6
 
 
 async def test_the_first_and_the_last_output_have_the_account() -> None:
@@ -78,7 +71,7 @@ async def test_the_first_and_the_last_output_have_the_account() -> None:
     assert [o.finish_reason for o in outputs] == [None, None, "length"]
     account = outputs[-1].account
     assert outputs[0].account is account and outputs[1].account is None
-    assert account is not None and account.new_tokens == 9 and account.ttft_s > 0
+    assert account is not None and account.new_tokens == 9 and account.compute_s > 0
 
 
 async def test_who_leaves_early_holds_nothing() -> None:
@@ -94,9 +87,6 @@ async def test_who_leaves_early_holds_nothing() -> None:
         async with asyncio.timeout(20):
             while await asyncio.wrap_future(running.call(lambda made: made.busy)):
                 pass
-        totals = await asyncio.wrap_future(stats(running))
-        # The other may have been cancelled before it was submitted at all.
-        assert totals["aborted"] in (1, 2) and totals["finished"] == 0
         await asyncio.wrap_future(running.call(lambda made: check_memory(made.memory)))
 
 
@@ -159,7 +149,6 @@ async def test_a_caller_that_fails_ends_nobody_else() -> None:
 async def test_changes_that_nobody_publishes_do_not_pile_up() -> None:
     with runner() as running:
         await collect(running, prompt(12))
-        await asyncio.wrap_future(stats(running))
         async with asyncio.timeout(20):
             while await asyncio.wrap_future(running.call(lambda made: bool(len(made.store)))):
                 pass
@@ -177,4 +166,4 @@ async def test_stop_answers_everybody() -> None:
         running.stop(20)
         assert outputs[-1].finish_reason == "abort" and outputs[-1].request_id == request_id
         with pytest.raises(EngineStopped, match="is stopped"):
-            await asyncio.wrap_future(stats(running))
+            await asyncio.wrap_future(running.call(lambda made: made.busy))

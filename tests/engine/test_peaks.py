@@ -38,9 +38,3 @@ def test_rates_are_positive_and_links_are_of_the_largest_size(measured):
     # What an engine reaches is put in their place; the peaks stay.
     assert measured["peaks"] == {name: measured[name] for name in measured["peaks"]}
     assert len(measured["peaks"]) == 4
-
-
-@pytest.mark.parametrize("sizes", [[], [0], [1 << 12, -1]])
-def test_sizes_that_cannot_be_moved_are_refused(sizes):
-    with pytest.raises(ValueError, match="sizes_bytes"):
-        machine_peaks(REQUEST | {"sizes_bytes": sizes})

@@ -29,7 +29,7 @@ def test_bytes_arrive_and_are_counted() -> None:
     mover.d2h([(back, target)]).block()
     assert torch.equal(back, target)
     counters = mover.counters["h2d"]
-    assert (counters.copied_bytes, counters.copies, counters.failed) == (48, 2, 0)
+    assert counters.copied_bytes == 48
     assert mover.counters["d2h"].copied_bytes == 48
     assert counters.busy_s > 0
     mover.stop(10)
@@ -58,7 +58,7 @@ def test_a_copy_comes_after_what_it_was_told_to(gated: Link) -> None:
     assert end.tolist() == [1, 1]
 
 
-def test_failed_copy_is_counted_and_fails_what_depends_on_it(gated: Link) -> None:
+def test_failed_copy_fails_what_depends_on_it(gated: Link) -> None:
     gated.breaks = lambda direction, copies: direction == "h2d"
     gated.open.set()
     target = torch.zeros(2)
@@ -69,7 +69,7 @@ def test_failed_copy_is_counted_and_fails_what_depends_on_it(gated: Link) -> Non
     with pytest.raises(TransferFailed):
         gated.wait(after)
     assert isinstance(event.error(), OSError)
-    assert (gated.counters["h2d"].failed, gated.counters["h2d"].copied_bytes) == (1, 0)
+    assert gated.counters["h2d"].copied_bytes == 0
     gated.breaks = lambda direction, copies: False
     gated.h2d([(target, torch.ones(2))]).block(10)
     assert target.tolist() == [1, 1]

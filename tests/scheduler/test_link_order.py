@@ -57,8 +57,3 @@ def test_cleared_queues_hold_nothing_and_owe_nothing():
     queues.served(100.0, load=True)
     queues.clear()
     assert queues.next_queue() is None and queues.credit_s == 0.0
-
-
-def test_an_unknown_order_is_refused():
-    with pytest.raises(ValueError, match="'lifo': choose loads_first or fifo"):
-        order("lifo")

@@ -1,7 +1,5 @@
 """What tenants are charged, how they are ranked, and in which order their requests stand."""
 
-import math
-
 import pytest
 
 from kappa.protocol import Charge
@@ -82,14 +80,6 @@ def test_reports_of_other_workers_count_once_in_any_order():
     made.charged_elsewhere({}, {"a": 4.0, "new": 8.0})
     made.loaded("new", 2.0)
     assert (made.service_s("a"), made.service_s("new")) == (0.5, 0.25)
-
-
-@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])
-def test_reports_that_make_no_sense_are_ignored(wrong):
-    made = tenants()
-    made.loaded("a", 3.0)
-    made.charged_elsewhere({"a": Charge(math.inf, math.nan, 1.0)}, {"a": wrong})
-    assert made.service_s("a") == 4.0
 
 
 # -- who comes and goes ------------------------------------------------------------------------

@@ -31,9 +31,9 @@ def tiny_model():
     return make_tiny_model(Path(_FOLDER.name) / "tiny", [f"hello world{WORD} a b c " * 20])
 
 
-def emulated_plan(worker, limits, endpoints, source="paced", step_s=0.0, silicon=""):
+def emulated_plan(worker, limits, endpoints, step_s=0.0, silicon=""):
     node = replace(
-        node_profile("pcie"), source=source, h2d_bytes_per_s=2e6, flops_per_s=1e8,
+        node_profile("pcie"), source="paced", h2d_bytes_per_s=2e6, flops_per_s=1e8,
         hbm_bytes_per_s=1e6, load_fixed_s=0.0, step_fixed_s=step_s, silicon=silicon,
     )  # fmt: skip
     plan = WorkerPlan((node,), SHAPE, SHAPE, limits, "m", "", "", "", engine=EMULATED)

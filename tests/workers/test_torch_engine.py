@@ -26,7 +26,10 @@ from kappa.settings.engine import EngineSettings
 from kappa.shapes import model_shape
 from kappa_deploy.commands.heads import heads
 from kappa_engine.config import read_config
+from kappa_engine.kv_cache import ArenaSize
+from kappa_scheduler.config import FairConfig
 from kappa_workers.identity import WorkerPlan
+from kappa_workers.own_engine.reports import EngineReports, KvPublisher
 from kappa_workers.own_engine.server import OwnPlan
 from kappa_workers.own_engine.torch_engine import TorchEngine, given_device, host_blocks
 from kappa_workers.tiny_model import make_tiny_model
@@ -34,6 +37,8 @@ from kappa_workers.vllm.arguments import Endpoints, EngineLimits
 from kappa_workers.vllm.options import SchedulerOptions
 from tests.engine import hf
 from tests.engine.books import check_engine
+from tests.engine.engines import engine as small_engine
+from tests.engine.engines import generate
 from tests.workers.emulation import asking, llm_config
 
 # One loop, in which the engine lives: every test is a coroutine.
@@ -209,6 +214,17 @@ async def test_what_a_request_did_is_reported_as_by_a_vllm_engine(started):
     assert totals["charges"]["alice"][1] > 0
 
 
+async def test_preempted_requests_are_in_the_record_of_iterations(tmp_path):
+    reports = EngineReports("", KvPublisher(""), str(tmp_path / "iterations.jsonl"))
+    unaware, size = FairConfig(expected_output_tokens=1), ArenaSize(13, 8, block_tokens=4)
+    with small_engine(size=size, fair=unaware, observer=reports) as made:
+        generate(made, *(list(range(3, 9 + n)) for n in range(4)), count=16)
+        preempted = made.batcher.preemptions
+    reports.close()
+    rows = map(json.loads, (tmp_path / "iterations.jsonl").read_text().splitlines())
+    assert sum(row["preempted"] for row in rows) == preempted > 0
+
+
 async def test_evicted_prefixes_come_back_from_host_memory_by_any_plan(started):
     tokens = prompt(320, 3)
     first = await completed(started, tokens, "cold")
@@ -254,15 +270,15 @@ async def test_bad_requests_are_answered_with_400_and_their_reason(started):
 
 
 async def test_what_may_be_approximate_is_computed_sparsely(started):
-    def sparse():
-        return dict(started.engine._core.engine.stats().sparse)
-
+    decoder = started.engine._core.engine.approximate
+    promoted, promote = list[bool](), decoder.promote
+    decoder.promote = lambda one: promoted.append(promote(one)) or promoted[-1]
     tokens = prompt(90, 8)
     exact = await completed(started, tokens, max_tokens=40)
-    assert sparse()["moved"] == 0
+    assert not any(promoted)
     again = await completed(started, tokens, "approx", approx=True, max_tokens=40)
     assert text_of(again) == text_of(exact)
-    assert (sparse()["moved"], sparse()["slots"]) == (1, 0)
+    assert sum(promoted) == 1 and len(decoder) == 0
 
 
 async def test_a_model_is_served_with_its_heads_as_measured(tmp_path):
@@ -287,7 +303,7 @@ async def test_a_model_is_served_with_its_heads_as_measured(tmp_path):
         cache = bench.engine._core.engine.approximate._sparse.cache
         want = thresholds(measured.kv_importance(1), 0.8, 3.0)[1]
         assert cache._tau[1].tolist() == pytest.approx(want.tolist())
-        assert bench.engine._core.engine.stats().sparse["lookups"] > 0
+        assert cache.counts().lookups > 0
 
 
 async def test_a_stop_string_ends_the_answer_early(started):
@@ -383,9 +399,9 @@ async def test_engine_has_hugging_faces_logits_for_contexts_in_host(
             want = hf.logits(hf.reference("opt"), one.tokens)
             assert one.resides == planner and len(rows) >= 20
             assert all((row - want[stop - 1]).abs().max() <= 1e-10 for stop, row in rows.items())
-        stats = bench.engine._core.runner.call(lambda engine: engine.stats()).result(20)
-        assert stats.link["h2d_bytes"] > 0 and stats.preemptions == 0
-        arena = bench.engine._core.engine.arena
+        engine = bench.engine._core.engine
+        assert engine.mover.counters["h2d"].copied_bytes > 0 and not engine.batcher.preemptions
+        arena = engine.arena
         assert on_device <= arena.size.act_device and not arena.pools["act", "device"].used
         answer = await asked(bench, prompts[0], plan=refused)
         assert answer.status_code == 400 and f"no planner '{refused}' here" in answer.text

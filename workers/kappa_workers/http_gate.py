@@ -318,8 +318,7 @@ def _rewritten(
     counted = SimpleNamespace(vllm_xargs=sets.get(_ARGUMENTS), constrained=constrained)
     for name in _LIMITS:
         if name in fields:
-            limit = msgspec.json.decode(fields[name])
-            counted.max_tokens = limit if isinstance(limit, int | float) else None
+            counted.max_tokens = msgspec.json.decode(fields[name])
             break
     if not sets and not drops:
         return body, counted

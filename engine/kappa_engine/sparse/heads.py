@@ -132,10 +132,7 @@ class HeadPass:
 
     def __init__(self, weights: Weights, clo: CloConfig, tail: int) -> None:
         self.weights, self.config, self.tail = weights, weights.config, tail
-        self._clo, self._rope = clo, None
-        if self.config.rope:
-            inverse, factor = layers.frequencies(self.config.rope, self.config.head_dim)
-            self._rope = inverse.to(weights.device), factor
+        self._clo, self._angles = clo, layers.rotation(weights)
 
     @torch.no_grad()
     def measure(self, text: Ids, goes_on: Callable[[int], bool]) -> HeadMeasures | None:
@@ -177,9 +174,6 @@ class HeadPass:
                 damage[layer, heads.start : heads.stop] = self._divergence(wanted, got)
         similar = torch.stack(exact.cosines, dim=1)
         return HeadMeasures(damage, _doubles(similar), self._moments(exact))
-
-    def _angles(self, positions: Tensor) -> layers.Angles:
-        return layers.angles(positions, *self._rope, self.weights.dtype) if self._rope else None
 
     def _exact(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, _Exact]:
         """States (tail, hidden) behind the last layer, and what the pass leaves."""

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -38,27 +36,12 @@ from kappa_scheduler.work import Quote, Work
 _LEAST_GAIN = 0.1
 
 
-@dataclass(slots=True)
-class SparseCounts:
-    """Totals since the engine began."""
-
-    # Requests that moved into a slot, that began in one, and that had to leave one.
-    moved: int = 0
-    begun: int = 0
-    expelled: int = 0
-    # Tokens that were computed sparsely.
-    tokens: int = 0
-    # Passes, and moves into a slot, that failed.
-    failed: int = 0
-
-
 class SparseServing:
     """A `kappa_engine.approximate.ApproximateDecoder`: the slots of one engine, over its blocks."""
 
     planner = "sparse"
 
     def __init__(self, sparse: SparseForward, blocks: BlockManager, store: HostStore) -> None:
-        self.counts = SparseCounts()
         self.slots = slots = sparse.slots
         self._sparse, self._blocks, self._store = sparse, blocks, store
         self._device, self._host = blocks.device, blocks.host["kv"]
@@ -75,11 +58,6 @@ class SparseServing:
     def __len__(self) -> int:
         """Slots in use."""
         return len(self.slots.states) - len(self._free)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Counts so far, ready for JSON."""
-        cache = asdict(self._sparse.cache.counts())
-        return {**asdict(self.counts), **cache, "slots": len(self)}
 
     def hash_stored(self, keys: Iterable[BlockKey], device: list[int], host: list[int]) -> None:
         """Make the codes of full blocks that are being copied to host memory from the device."""
@@ -192,10 +170,8 @@ class SparseServing:
             try:
                 self.slots.mover.wait(copied)
             except TransferFailed:
-                self.counts.failed += 1
                 self.expel(sequence)
                 return False
-        self.counts.moved += 1
         self._device.release(mine)
         sequence.blocks = np.empty(0, np.int64)
         return True
@@ -219,7 +195,6 @@ class SparseServing:
     def expel(self, sequence: Sequence) -> None:
         """Take a request's slot for good: it is computed exactly from now on."""
         sequence.approx = False
-        self.counts.expelled += 1
         self.release(sequence)
 
     def release(self, sequence: Sequence) -> None:
@@ -261,16 +236,14 @@ class SparseServing:
         opening = [one for one in sequences if one in self._unopened]
         link = mover.counters["h2d"]
         mover.settle()
-        before_s, before_bytes = link.busy_s, link.copied_bytes
+        before_s = link.busy_s
         try:
             done.logits.update(run())
             if opening:
                 mover.mark().block()
                 mover.settle()
-                moved = link.busy_s - before_s, link.copied_bytes - before_bytes
-                done.begun.update(dict.fromkeys(opening, moved))
+                done.begun.update(dict.fromkeys(opening, link.busy_s - before_s))
         except TransferFailed:
-            self.counts.failed += 1
             done.lost += sequences
             # Gathers begun ahead must end before their memory is used for other requests.
             mover.drain()
@@ -291,7 +264,6 @@ class SparseServing:
             # The others are in the slot's own places.
             self._host.release(blocks[len(self.slots.states[slot].blocks) :])
             del self._unopened[sequence]
-            self.counts.begun += 1
         most = self.slots.settings.chunk_tokens
         for first in range(start, stop, most):
             logits = self._run([slot], [sequence.tokens[first : min(first + most, stop)]])
@@ -299,9 +271,7 @@ class SparseServing:
 
     def _run(self, slots: list[int], tokens: list[list[int]]) -> Tensor:
         sent = to_device(np.array(tokens, np.int64), self.slots.arena.device)
-        logits = self._sparse.run(slots, sent, self._take_block)
-        self.counts.tokens += sent.numel()
-        return logits
+        return self._sparse.run(slots, sent, self._take_block)
 
     def _take_block(self) -> int | None:
         taken = self._take_blocks(1)

@@ -273,10 +273,6 @@ class Planning:
             return kept_tokens
         return split_context(self.rates, 1, kept_tokens, self._block_tokens).tokens
 
-    def without_load(self, new: int, device: int) -> LoadPlan:
-        """The plan of a request without cached tokens to bring back."""
-        return self.priced(Cached(0, new, device), (), "nothing is cached, or nothing is loaded")
-
     def _auto(self, request: Cached) -> LoadPlan:
         room, cached = request.room, request.cached
         attends = self.cpu and self.rates is not None and not attention_refused(self.rates)

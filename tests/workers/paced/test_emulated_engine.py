@@ -183,13 +183,6 @@ async def test_what_never_fits_is_refused(bench):
     assert answer.status_code == 400 and "maximum context length is 60" in answer.text
 
 
-async def test_a_node_that_is_not_paced_is_refused():
-    limits = EngineLimits(60, BLOCK, 17, 0, 16, 4, "float32")
-    own = emulated_plan("one", limits, Endpoints("", ""), source="catalogue")
-    with pytest.raises(ValueError, match="pcie is not paced"):
-        await EmulatedEngine(llm_config("m"), own).start()
-
-
 async def test_steps_of_a_node_of_silicon_last_by_its_table(monkeypatch, tmp_path):
     slept, limits = [], EngineLimits(60, BLOCK, 17, 0, 16, 4, "float32")
     clock = SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)

@@ -740,17 +740,15 @@ def test_charges_and_fills_reach_the_stats_channel(engine):
 
 
 @pytest.mark.parametrize(
-    ("given", "policy", "reason"),
+    ("given", "reason"),
     [
-        ({"rule": "no-such"}, "fcfs", "unknown scheduler 'no-such'.*fair"),
-        ({"rules": "fair"}, "fcfs", "kappa_scheduler: .*unknown field `rules`"),
-        ({"config": {"window": 0}}, "fcfs", "window is 0: give a finite number above zero"),
-        ({"config": {"windows": 1}}, "fcfs", "windows"),
-        ({"link": {"token_s": -1.0}}, "fcfs", "token_s is -1"),
-        ({"rule": "p_pas"}, "fcfs", "'p_pas' bounds steps of simulated engines alone"),
-        (None, "priority", r"scheduling_policy is 'priority'.*leave it at 'fcfs'"),
+        ({"rule": "no-such"}, "unknown scheduler 'no-such'.*fair"),
+        ({"rules": "fair"}, "kappa_scheduler: .*unknown field `rules`"),
+        ({"config": {"windows": 1}}, "windows"),
+        ({"link": {"token_s": -1.0}}, "token_s is -1"),
+        ({"rule": "p_pas"}, "'p_pas' bounds steps of simulated engines alone"),
     ],
 )
-def test_options_are_refused_when_wrong_or_beside_priorities(given, policy, reason):
+def test_options_are_refused_when_wrong(given, reason):
     with pytest.raises(ValueError, match=reason):
-        SchedulerOptions.read({"kappa_scheduler": given} if given else {}, policy)
+        SchedulerOptions.read({"kappa_scheduler": given})

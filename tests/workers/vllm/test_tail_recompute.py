@@ -10,7 +10,7 @@ from kappa.plans.measured import rates_from_measured
 from kappa.plans.planners import Cached, Planning
 from kappa.plans.rates import rates_from_law
 from kappa.shapes import model_shape
-from kappa_workers.vllm.tail_recompute import TailOptions, TailRecompute, tail_rates
+from kappa_workers.vllm.tail_recompute import TailRecompute, tail_rates
 
 SHAPE = model_shape("llama-3.1-8b")
 BLOCK = 32
@@ -23,8 +23,8 @@ def node(critical):
     return replace(profile, h2d_bytes_per_s=kv_bytes_per_token(SHAPE) * critical / token_s)
 
 
-def tail(critical, planner="tail", layers=0):
-    return TailRecompute(TailOptions(planner, tail_rates(SHAPE, node(critical), layers)), BLOCK)
+def tail(critical, layers=0):
+    return TailRecompute(tail_rates(SHAPE, node(critical), layers), BLOCK)
 
 
 def test_tail_computes_the_tokens_that_reading_weights_hides():
@@ -81,11 +81,9 @@ def test_by_layers_a_tail_is_computed_while_the_rest_is_loaded(critical, loaded)
 
 
 def test_without_rates_and_for_those_who_ask_so_all_is_loaded():
-    assert TailRecompute(TailOptions("tail"), BLOCK).loaded_tokens(0, 640, 5) == 640
-    assert tail(0.2, "kv").loaded_tokens(0, 640, 5) == 640
+    assert TailRecompute(None, BLOCK).loaded_tokens(0, 640, 5) == 640
     assert tail(0.2).loaded_tokens(0, 640, 5, "kv") == 640
     assert tail(0.2).loaded_tokens(0, 640, 5, "tail") == 0
-    assert TailRecompute.from_config({}, BLOCK).loaded_tokens(0, 640, 5) == 640
 
 
 @pytest.mark.parametrize(
@@ -97,9 +95,7 @@ def test_without_rates_and_for_those_who_ask_so_all_is_loaded():
     ],
 )  # fmt: skip
 def test_tail_obeys_a_named_load_and_loads_all_for_nonsense(count, loaded):
-    assert (
-        TailRecompute(TailOptions("kv"), BLOCK).loaded_tokens(0, 640, 5, f"load={count}") == loaded
-    )
+    assert TailRecompute(None, BLOCK).loaded_tokens(0, 640, 5, f"load={count}") == loaded
 
 
 def test_announced_rates_give_router_and_engine_the_same_plan():
@@ -112,14 +108,9 @@ def test_announced_rates_give_router_and_engine_the_same_plan():
         assert one.ttft_s == pytest.approx(other.ttft_s, rel=0.02)
 
 
-def test_what_no_engine_of_vllm_has_is_refused_by_name():
-    for given, reason in (
-        ({"planner": "kvpr"}, r"kappa_plan: Invalid enum value 'kvpr' - at `\$.planner`"),
-        ({"speed": 1}, "kappa_plan: .*unknown field `speed`"),
-        ({"rates": {"format": "other"}}, "profile again"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            TailRecompute.from_config({"kappa_plan": given}, BLOCK)
+def test_rates_of_another_format_are_refused():
+    with pytest.raises(ValueError, match="profile again"):
+        TailRecompute({"format": "other"}, BLOCK)
 
 
 def test_answers_that_are_forgotten_come_back_the_same():
@@ -133,8 +124,3 @@ def test_answers_that_are_forgotten_come_back_the_same():
 
 def test_a_request_without_new_tokens_computes_its_last_one():
     assert tail(1.0).loaded_tokens(0, 512, 0) == tail(1.0).loaded_tokens(0, 512, 1)
-
-
-def test_rates_alone_mean_the_planner_that_reads_them():
-    extra = {"kappa_plan": {"rates": tail_rates(SHAPE, node(0.2))}}
-    assert TailRecompute.from_config(extra, BLOCK).loaded_tokens(0, 2048, 64) == 0

@@ -38,7 +38,7 @@ PRIVATE = {
 }
 # The same of all versions.
 SHARED = {
-    _SCHEDULER: "running requests policy block_size connector kv_cache_manager schedule "
+    _SCHEDULER: "running requests block_size connector kv_cache_manager schedule "
     "max_num_scheduled_tokens num_waiting_for_streaming_input _inflight_prefills _free_request "
     "_preempt_request _request_remaining_blocks _inflight_prefill_reserved_blocks shutdown "
     "update_from_output add_request pause_state _handle_invalid_blocks",

@@ -30,23 +30,17 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.stats import PrefillStats
 
+from kappa_engine.account import Account
 from kappa_engine.engine_thread import EngineThread
 from kappa_engine.llm_engine import Engine
 from kappa_engine.peaks import machine_peaks
 from kappa_engine.sampling import GREEDY
 from kappa_engine.sequence import EngineRequest, Output
-from kappa_engine.stats import Account
 from kappa_workers.own_engine.asked import engine_request, refuse_unknown
 from kappa_workers.own_engine.reports import EngineReports
 from kappa_workers.request_metadata import charges_of
 
 _STOP_S = 30.0
-_REASONS = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "abort": FinishReason.ABORT,
-    "error": FinishReason.ERROR,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +73,7 @@ class _Served:
         return EngineCoreOutput(
             request_id=self.request.request_id,
             new_token_ids=tokens,
-            finish_reason=None if over is None else _REASONS[over],
+            finish_reason=None if over is None else FinishReason[over.upper()],
             stop_reason=None if stopped == self.params.eos_token_id else stopped,
             prefill_stats=None if before or given.account is None else self._stats(given.account),
         )

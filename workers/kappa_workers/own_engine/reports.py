@@ -71,7 +71,7 @@ class EngineReports:
         self._stats = StatsSender(stats_endpoint)
         self._log = IterationLog(self._stats.send, log)
         self._moved: dict[str, tuple[int, float]] = {}
-        self._dropped = 0
+        self._dropped = self._preempted = 0
         self._faults = (0, 0)
         self._salts: OrderedDict[bytes, str] = OrderedDict()
         self._kv, self._paced = publisher, paced
@@ -132,8 +132,10 @@ class EngineReports:
             waiting=waiting,
             loading=loading,
             running=running,
+            preempted=batcher.preemptions - self._preempted,
             passed=batcher.passed,
         )
+        self._preempted = batcher.preemptions
         self._log.scheduled(iteration)
         self._log.ended(now_s)
         if self._log.due(now_s, idle=not engine.busy):
@@ -181,15 +183,13 @@ class EngineReports:
             )
 
     def _failures(self, engine: Engine) -> None:
-        stats = engine.stats()
-        faults = stats.failed_loads, stats.blocks["misused"]
+        misused = sum(pool.misused for pool in engine.arena.pools.values())
+        faults = engine.loads.failed_loads, misused
         if faults != self._faults:
             self._faults = faults
             self._stats.send(
                 {"kind": "faults", "failed_loads": faults[0], "misused_blocks": faults[1]}
             )
-        stores = engine.store.counters
-        dropped = stores.dropped_full + stores.dropped_late
-        for _ in range(dropped - self._dropped):
+        for _ in range(engine.store.dropped - self._dropped):
             self._stats.send({"kind": "store_dropped"})
-        self._dropped = dropped
+        self._dropped = engine.store.dropped

@@ -4,7 +4,6 @@ start."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,6 @@ import torch
 
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape
-from kappa.plans.architecture import architecture_from_config
 from kappa.plans.clo import (
     CloConfig,
     SparseSettings,
@@ -59,13 +57,7 @@ class TorchEngine(OwnEngine):
 
     def build(self) -> Built:
         plan, limits, given = self.plan, self.plan.limits, self.plan.engine
-        raw = json.loads((Path(plan.model_source) / "config.json").read_text(encoding="utf-8"))
-        kinds, act_share = architecture_from_config(raw).kinds(), given.act_share
-        if (act_share or given.planner == "host-hybrid") and "A" not in kinds:
-            raise ValueError(
-                f"engine.act_share is {act_share} and engine.planner {given.planner}, but the "
-                f"KV of {self._model} cannot be made from activations: use host-kv, or act_share 0"
-            )
+        act_share = given.act_share
         to_plan = given.planner == "host-hybrid" and not act_share
         if to_plan:
             # To be measured with; the planned share replaces it.
@@ -81,7 +73,7 @@ class TorchEngine(OwnEngine):
             act_device_blocks=given.act_device_blocks,
             cpu_room_share=given.cpu_room_share,
         )
-        weights = self._weights(raw)
+        weights = self._weights()
         forward = self._forward(weights, settings)
         rates = self._measured(forward)
         if to_plan:
@@ -96,9 +88,8 @@ class TorchEngine(OwnEngine):
             forward.mover.stop()
             forward.arena.close()
             forward = self._forward(weights, settings)
-        cpu, activations = given.cpu_threads > 0, "A" in kinds
-        host = host_planners(given.planner, act_share)
-        planning = Planning(limits.block_tokens, rates, activations=activations, cpu=cpu, host=host)
+        cpu, host = given.cpu_threads > 0, host_planners(given.planner, act_share)
+        planning = Planning(limits.block_tokens, rates, cpu=cpu, host=host)
         endpoints, iterations = self.own.endpoints, plan.scheduler.for_rank(self.own.rank).log
         blocks = limits.device_blocks + plan.host_blocks
         kv_events = KvPublisher(endpoints.kv_events)
@@ -114,10 +105,10 @@ class TorchEngine(OwnEngine):
 
         return Built(engine, reports, close)
 
-    def _weights(self, raw: dict[str, Any]) -> Weights:
+    def _weights(self) -> Weights:
         plan = self.plan
         device = given_device(plan.gpus, ray.get_gpu_ids() if plan.gpus else (), os.environ)
-        dtype, config = DTYPES[plan.limits.dtype], read_config(raw, self._model)
+        dtype, config = DTYPES[plan.limits.dtype], read_config(plan.model_source, self._model)
         placed = plan.engine.weights
         host = HostWeights(placed.share if placed.place == "host" else 0.0, placed.part)
         return load_weights(plan.model_source, config, dtype=dtype, device=device, host=host)

@@ -119,10 +119,6 @@ class EmulatedEngine(OwnEngine):
 
     def build(self) -> Built:
         plan, limits, node = self.plan, self.plan.limits, self.plan.node(self.own.rank)
-        if node.source != "paced":
-            raise ValueError(
-                f"node {node.name} is not paced: an emulated engine has no other speed"
-            )
         pace = Pace(plan.emulated, node)
         faults = FaultsFile(os.environ.get(ENV, ""), self.own.worker)
         device_blocks = limits.device_blocks - 1  # vLLM keeps one block to itself.

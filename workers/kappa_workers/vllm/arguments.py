@@ -229,22 +229,15 @@ def _transfer(connector: str, extra: dict[str, Any], **place: str) -> dict[str, 
 
 def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> dict[str, Any]:
     """The `kv_transfer_config` of an engine with this host tier: a connector of ours, so that
-    admissions are reported and a tail may be computed.
-
-    Raises:
-        ValueError: no LMCache server to name.
-    """
+    admissions are reported and a tail may be computed."""
     engine = tier.engine
     connector, module = _CONNECTORS[tier.kind]
     extra: dict[str, Any] = {STATS_KEY: stats_endpoint}
     if tier.rates is not None:
-        extra[TAIL_KEY] = {"planner": TAIL, "rates": dict(tier.rates)}
+        extra[TAIL_KEY] = dict(tier.rates)
     if tier.kind == LMCACHE:
         lmcache = engine.lmcache
-        url = lmcache.server or tier.server
-        if not url:
-            raise ValueError("host tier lmcache: no server is named, and none was started")
-        host, port = url.rsplit(":", 1)
+        host, port = (lmcache.server or tier.server).rsplit(":", 1)
         extra |= {
             "lmcache.mp.host": host,
             "lmcache.mp.port": int(port),
@@ -271,18 +264,11 @@ def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> d
 
 
 def add_nixl(arguments: dict[str, Any]) -> None:
-    """Have the engine hand whole prompts over by vLLM's own connector; `arguments` are vLLM's,
-    changed in place.
-
-    Raises:
-        ValueError: it has no connector to build on.
-    """
-    config = arguments.get("kv_transfer_config")
-    if config is None:
-        raise ValueError("a worker that hands KV over needs a host tier: give engine.host_bytes")
+    """Have the engine hand whole prompts over by vLLM's own connector, beside that of its host
+    tier; `arguments` are vLLM's, changed in place."""
     # The first that holds something loads, and both store.
     nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-    extra = {"connectors": [nixl, config]}
+    extra = {"connectors": [nixl, arguments["kv_transfer_config"]]}
     arguments["kv_transfer_config"] = _transfer("MultiConnector", extra)
 
 

@@ -38,9 +38,9 @@ class KnownHashes:
 
     def __init__(self, stock: Hasher, block_tokens: int, most_bytes: int = CACHE_BYTES) -> None:
         self._stock, self._blocks = stock, max(_RUN_TOKENS // block_tokens, 1)
-        self._tokens, self._most_bytes = self._blocks * block_tokens, most_bytes
+        self._tokens = self._blocks * block_tokens
+        self._most_runs = most_bytes // (4 * self._tokens + _HASH_BYTES * self._blocks + _RUN_BYTES)
         self._runs: OrderedDict[_Key, list[Any]] = OrderedDict()
-        self._bytes = 0
 
     def __call__(self, request: Any) -> list[Any]:
         # Blocks that an answer fills come one by one; images and embeddings are in keys of theirs.
@@ -79,12 +79,9 @@ class KnownHashes:
         return hashes
 
     def _keep(self, key: _Key, hashes: list[Any]) -> None:
-        size_bytes = 4 * self._tokens + _HASH_BYTES * self._blocks + _RUN_BYTES
         self._runs[key] = hashes
-        self._bytes = size_bytes * len(self._runs)
-        while self._bytes > self._most_bytes:
+        while len(self._runs) > self._most_runs:
             self._runs.popitem(last=False)
-            self._bytes -= size_bytes
 
 
 def install() -> None:

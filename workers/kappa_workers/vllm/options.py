@@ -65,18 +65,13 @@ class SchedulerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile: str = ""
 
     @classmethod
-    def read(cls, additional_config: Mapping[str, Any] | None, policy: str) -> SchedulerOptions:
+    def read(cls, additional_config: Mapping[str, Any] | None) -> SchedulerOptions:
         """Check what an engine was given.
 
         Raises:
-            ValueError: an unknown key, a wrong value, or a policy that would undo the rule's order.
+            ValueError: an unknown key, a wrong value, or a rule that cannot be held here.
         """
         options = read_options(additional_config, SCHEDULER_KEY, cls)
-        if policy != "fcfs":
-            raise ValueError(
-                f"the engine's scheduling_policy is {policy!r}, which would undo the rule's order: "
-                "leave it at 'fcfs' and choose the rule 'priority' instead"
-            )
         if hasattr(options.make_rule(), "bound"):
             raise ValueError(
                 f"the rule {options.rule!r} bounds steps of simulated engines alone: leave it out "

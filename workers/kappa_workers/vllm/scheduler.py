@@ -70,8 +70,7 @@ class FairScheduler(SchedulerNames):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         block_hashes.install()  # the engine makes its hasher after its scheduler
-        config, policy = self.vllm_config.additional_config, self.policy.value
-        options = self._options = SchedulerOptions.read(config, policy)
+        options = self._options = SchedulerOptions.read(self.vllm_config.additional_config)
         self._log = IterationLog(StatsSender(options.stats).send, options.log)
         self._now = Iteration(0.0)
         self.kv_event_publisher: Any = HeldEvents(self.kv_event_publisher)

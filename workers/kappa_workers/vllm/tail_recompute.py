@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
 import structlog
 
 from kappa.hardware import NodeProfile
@@ -24,7 +23,7 @@ from kappa.plans.planners import Cached, Planning
 from kappa.plans.rates import rates_from_law
 from kappa_workers.request_metadata import plan_of, request_id_of
 from kappa_workers.stats_channel import StatsSender
-from kappa_workers.vllm.options import TAIL_KEY, read_options
+from kappa_workers.vllm.options import TAIL_KEY
 
 log = structlog.get_logger(__name__)
 
@@ -44,35 +43,22 @@ def tail_rates(shape: ModelShape, node: NodeProfile, layers: int = 0) -> dict[st
     return as_measured(rates_from_law(shape, node, overlap=overlap), shape.name, node.name)
 
 
-class TailOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How much of a hit is loaded."""
-
-    # "kv" loads all.
-    planner: Literal["tail", "kv"] = "tail"
-    # As `tail_rates` gives them; None: all is loaded.
-    rates: dict[str, Any] | None = None
-
-
 class TailRecompute:
-    """The planner of one engine; without options all is loaded. Every answer is a multiple of
-    block_tokens, if the hits are.
+    """The planner of one engine. rates: as `tail_rates` gives them; None: all is loaded. Every
+    answer is a multiple of block_tokens, if the hits are.
 
     Raises:
         ValueError: rates that cannot be read.
     """
 
-    def __init__(self, options: TailOptions, block_tokens: int) -> None:
+    def __init__(self, rates: Mapping[str, Any] | None, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._plans: list[Callable[[Cached], int]] = []
-        if options.planner == TAIL and options.rates is not None:
-            announced = rates_from_measured(options.rates)
-            for rates in (replace(announced, overlap=0.0), announced):
-                plan = Planning(block_tokens, rates, activations=False).named(TAIL)
+        if rates is not None:
+            announced = rates_from_measured(rates)
+            for each in (replace(announced, overlap=0.0), announced):
+                plan = Planning(block_tokens, each, activations=False).named(TAIL)
                 self._plans.append(lru_cache(_MAX_REMEMBERED)(partial(_crossing, plan)))
-
-    @classmethod
-    def from_config(cls, extra: Mapping[str, Any], block_tokens: int) -> TailRecompute:
-        return cls(read_options(extra, TAIL_KEY, TailOptions), block_tokens)
 
     def loaded_tokens(
         self, device: int, hit: int, new: int, asked_for: str = "", *, by_layer: bool = False
@@ -115,7 +101,7 @@ class AdmissionReports:
     to report each once to `stats`. extra: the connector's options."""
 
     def __init__(self, stats: StatsSender, extra: Mapping[str, Any], block_tokens: int) -> None:
-        self._stats, self._tail = stats, TailRecompute.from_config(extra, block_tokens)
+        self._stats, self._tail = stats, TailRecompute(extra.get(TAIL_KEY), block_tokens)
         self._device_tokens: dict[str, int] = {}
 
     def loaded_tokens(
