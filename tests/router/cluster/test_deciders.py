@@ -9,7 +9,7 @@ from kappa.settings.routing import RouterSettings
 from kappa_router.api.status import newest_decisions
 from kappa_router.live.deciders import merged
 from tests.conformance.conftest import MODEL
-from tests.router.cluster.conftest import PortedNode
+from tests.router.cluster.conftest import STEP_S, PortedNode
 from tests.router.patience import until
 
 pytestmark = pytest.mark.ray
@@ -40,8 +40,8 @@ async def test_decider_hears_how_its_own_requests_ended(cluster):
 
 
 async def test_decider_counts_what_another_sent(cluster):
-    async with cluster(PortedNode("a"), **TWO) as here:
-        body = {**SAID, "stream": True, "max_tokens": 64}
+    async with cluster(PortedNode("a", STEP_S), **TWO) as here:
+        body = {**SAID, "stream": True, "max_tokens": 32}
         async with here.http.stream("POST", CHAT, json=body) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
