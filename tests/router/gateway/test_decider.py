@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -451,6 +452,19 @@ async def test_failure_that_is_logged_late_is_waited_for():
         asking = asyncio.create_task(here.flights.again("r", 2))
         await asyncio.sleep(0.01)
         here.flights.failed(end("r", 503, (), here.scene.address(first)))
+        assert isinstance(await asking, Go) and here.scene.ends == [(first, "error")]
+
+
+async def test_failure_that_is_read_as_its_time_ends_counts(monkeypatch):
+    monkeypatch.setattr(flights, "_FAILURE_S", 0.01)
+    async with deciding() as here:
+        first, _ = await asked(here)
+        failure, loop = end("r", 503, (), here.scene.address(first)), asyncio.get_running_loop()
+        asking = asyncio.create_task(here.flights.again("r", 2))
+        await asyncio.sleep(0)
+        # The loop stands still: both are due in the same turn.
+        loop.call_later(0.005, here.flights.failed, failure)
+        loop.call_soon(time.sleep, 0.05)
         assert isinstance(await asking, Go) and here.scene.ends == [(first, "error")]
 
 
