@@ -192,8 +192,8 @@ async def test_dead_peer_is_forgotten_whatever_the_pause(monkeypatch):
     async with contextlib.AsyncExitStack() as alive:
         address = await alive.enter_async_context(speaking(answer))
         async with following(monkeypatch, address) as (_, known, _):
-            monkeypatch.setattr(peers, "pause_s", lambda attempt: 60.0)
             await until(lambda: known.in_flight == 1)
+            monkeypatch.setattr(peers, "pause_s", lambda attempt: 60.0)
             await alive.aclose()
             await until(lambda: known.in_flight == 0)
 
@@ -241,8 +241,10 @@ async def test_peer_of_nonsense_is_one_line_and_counts_as_silent(monkeypatch, an
     with capture_logs() as logs:
         async with (
             speaking(answer) as address,
-            following(monkeypatch, address, silent_s=1.0) as (made, known, _),
+            following(monkeypatch, address, silent_s=100.0) as (made, known, _),
         ):
+            await until(lambda: made._peers)
+            made._peers[address].heard_s -= 200.0  # As if it had been followed for that long.
             await until(lambda: any(why in one.get("why", "") for one in logs))
             for _ in range(20):  # It asks on, and says no more.
                 await asyncio.sleep(0.01)
