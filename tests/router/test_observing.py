@@ -23,10 +23,11 @@ async def account(here, request_id, key=None):
 
 
 async def test_requests_account_says_where_its_time_went(serve):
+    reported = asyncio.Event()
+
     async def slow(_worker):
-        await asyncio.sleep(0.2)
+        await reported.wait()
         yield [event("one")]
-        await asyncio.sleep(0.1)
         yield [event("two")]
 
     _, live, here = await serve(slow)
@@ -38,6 +39,7 @@ async def test_requests_account_says_where_its_time_went(serve):
     await asyncio.sleep(0.2)
     live.reported(WorkerReport(record.decision.worker, 1.0, prefilled=(there,), spent=(spent,),
                                admitted=(admitted,)))  # fmt: skip
+    reported.set()
     await asking
     await here.idle()
     told = (await account(here, request_id)).json()
