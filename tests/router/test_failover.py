@@ -19,7 +19,8 @@ pytestmark = pytest.mark.ray
 
 LONG_PAUSE_S = 1000.0
 SLOW = FailoverSettings(failures=2, pause_s=LONG_PAUSE_S, longest_pause_s=LONG_PAUSE_S)
-SOON = FailoverSettings(stall_after_s=0.5, failures=2, pause_s=0.05, longest_pause_s=0.1)
+# Of a loop that stands still half a second counts, and of its watch a quarter.
+SOON = FailoverSettings(stall_after_s=1.0, failures=2, pause_s=0.05, longest_pause_s=0.1)
 
 
 async def broken(_worker):
@@ -202,7 +203,7 @@ async def test_failing_worker_is_asked_where_all_fail(serve):
 
 
 async def test_stalled_engine_is_left_alone_until_it_moves(serve):
-    patient = SLOW.model_copy(update={"stall_after_s": 0.5})
+    patient = SLOW.model_copy(update={"stall_after_s": 1.0})
     engines, live, here = await serve(never, failover=patient)
     stuck, steps = live.explain(RouteRequest("asked")).worker, [7]
     asking = asyncio.create_task(post(here, stream=True))

@@ -305,6 +305,7 @@ async def test_error_while_a_snapshot_is_applied_costs_one_more(follow):
             super().blocks(events)
 
     worker, listener, subscriber = follow(Failing())
+    await worker.subscribed()
     for _ in range(3):
         await worker.answer(0, published(1))
     assert await listener.next(2) == ["reset", (1,)]
@@ -334,6 +335,7 @@ async def test_tasks_whose_callbacks_fail_restart_and_are_counted(follow):
                 raise RuntimeError("a fault of ours")
 
     worker, listener, subscriber = follow(FailingOnce())
+    await worker.subscribed()
     await worker.answer(0, published(1))
     assert await listener.next(2) == ["reset", (1,)]
     await worker.send(b"kv", 5, published(2))  # a gap
@@ -341,4 +343,5 @@ async def test_tasks_whose_callbacks_fail_restart_and_are_counted(follow):
     assert await listener.next(2) == ["reset", (1,)]
     await worker.send(b"kv", 6, published(3))
     assert await listener.next() == (3,)
-    assert sorted(restarted) == ["feed", "line"] and subscriber.alive
+    await until(lambda: sorted(restarted) == ["feed", "line"])
+    assert subscriber.alive

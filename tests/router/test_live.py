@@ -289,17 +289,21 @@ async def test_decider_that_can_follow_no_worker_has_a_fault(scene, worker, monk
     await until(lambda: live.members.synced)
     assert live.members.fault() == ""
     feeds = [live.members.get(name).subscriber for name in "ab"]
-    monkeypatch.setattr(kappa_router.live.membership, "_UNREADABLE_S", 0.5)
+    unread_s = 2 * kappa_router.live.membership._UNREADABLE_S
     # One of two cannot be read: its own fault as likely as ours.
     feeds[0]._broken = True
     monkeypatch.setattr(feeds[0], "_snapshot", unreadable)
-    await until(lambda: not feeds[0].synced)
-    await asyncio.sleep(1.0)
+    await until(lambda: not feeds[0].synced and feeds[1].connected)
+    live.members._readable_s -= unread_s
+    live.members.check()
     assert live.members.fault() == ""
     feeds[1]._broken = True
     monkeypatch.setattr(feeds[1], "_snapshot", unreadable)
-    await until(lambda: "could be read" in live.members.fault())
-    live.members._readable_s = live.now_s()
+    await until(lambda: not feeds[1].synced)
+    live.members._readable_s -= unread_s
+    live.members.check()
+    assert "could be read" in live.members.fault()
+    live.members._readable_s += unread_s
     feeds[1]._tasks[0].cancel()
     await until(lambda: live.members.fault() == "nobody follows worker b any more")
 

@@ -8,6 +8,7 @@ whether the next may be tried.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -91,14 +92,13 @@ class Aloft(Generic[F]):
 
     async def failure(self, attempt: int, within_s: float | None) -> StreamEnd | None:
         """The failure of that attempt, the first being 1; None: Envoy does not tell it in time."""
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while len(self.failures) < attempt:
                     self._failed.clear()
                     await self._failed.wait()
-        except TimeoutError:
-            return None
-        return self.failures[attempt - 1]
+        # After a loop that stood still it may have come in the turn in which the time ended.
+        return self.failures[attempt - 1] if len(self.failures) >= attempt else None
 
     def outcome(self, end: StreamEnd | None) -> str:
         """The outcome of it, or of an attempt at it, as `LiveRouter.release` names it.

@@ -9,13 +9,15 @@ from kappa.settings.routing import RouterSettings
 from kappa_router.api.status import newest_decisions
 from kappa_router.live.deciders import merged
 from tests.conformance.conftest import MODEL
-from tests.router.cluster.conftest import PortedNode
+from tests.router.cluster.conftest import STEP_S, PortedNode
 from tests.router.patience import until
 
 pytestmark = pytest.mark.ray
 
 CHAT = "/v1/chat/completions"
 SAID = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+# So many go to one of two alone once in 8 million times.
+DRAWN = 24
 TWO = {"deciders": 2, "router": RouterSettings(admission=False)}
 
 
@@ -29,7 +31,7 @@ def lives(here):
 
 async def test_decider_hears_how_its_own_requests_ended(cluster):
     async with cluster(PortedNode("a"), PortedNode("b"), **TWO) as here:
-        answers = [await here.http.post(CHAT, json=SAID) for _ in range(12)]
+        answers = [await here.http.post(CHAT, json=SAID) for _ in range(DRAWN)]
         assert {one.status_code for one in answers} == {200}
         one, two = ([r["request_id"] for r in records(live)] for live in lives(here))
         assert one and two and not {*one} & {*two}
@@ -40,8 +42,8 @@ async def test_decider_hears_how_its_own_requests_ended(cluster):
 
 
 async def test_decider_counts_what_another_sent(cluster):
-    async with cluster(PortedNode("a"), **TWO) as here:
-        body = {**SAID, "stream": True, "max_tokens": 64}
+    async with cluster(PortedNode("a", STEP_S), **TWO) as here:
+        body = {**SAID, "stream": True, "max_tokens": 32}
         async with here.http.stream("POST", CHAT, json=body) as answer:
             lines = answer.aiter_lines()
             await anext(lines)

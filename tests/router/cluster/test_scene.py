@@ -155,7 +155,7 @@ async def test_engine_with_nothing_to_begin_is_not_hung(deciding):
     await here.ask()
     here.live.first_token("r")
     async with reporting(here.live, "ab", lambda _: 7):
-        await asyncio.sleep(4 * SOON.stall_after_s)
+        await asyncio.sleep(2 * SOON.stall_after_s)
         assert all(breaker(here.live, worker).standing == "closed" for worker in "ab")
 
 

@@ -13,7 +13,7 @@ from tests.router.envoys import lent
 from tests.router.front.offering import serving
 from tests.router.patience import until
 
-QUICK = {"every_s": 0.05, "timeout_s": 1.0}
+QUICK = {"every_s": 0.05, "timeout_s": 30.0}
 
 
 @contextlib.asynccontextmanager

@@ -310,7 +310,7 @@ async def test_stream_that_breaks_is_cut_and_not_tried_again():
 
 
 async def test_server_that_stalls_is_left_for_another():
-    async with fronted(FakeServer(), FakeServer(), first_byte_s=0.2) as (front, servers):
+    async with fronted(FakeServer(), FakeServer(), first_byte_s=1.5) as (front, servers):
         await (await front.http.post(CHAT, json=chat(LONG, stream=True))).read()
         stalled = servers[sent_to(servers).index(1)]
         stalled.hold.clear()

@@ -192,8 +192,8 @@ async def test_dead_peer_is_forgotten_whatever_the_pause(monkeypatch):
     async with contextlib.AsyncExitStack() as alive:
         address = await alive.enter_async_context(speaking(answer))
         async with following(monkeypatch, address) as (_, known, _):
-            monkeypatch.setattr(peers, "pause_s", lambda attempt: 60.0)
             await until(lambda: known.in_flight == 1)
+            monkeypatch.setattr(peers, "pause_s", lambda attempt: 60.0)
             await alive.aclose()
             await until(lambda: known.in_flight == 0)
 
@@ -241,8 +241,10 @@ async def test_peer_of_nonsense_is_one_line_and_counts_as_silent(monkeypatch, an
     with capture_logs() as logs:
         async with (
             speaking(answer) as address,
-            following(monkeypatch, address, silent_s=1.0) as (made, known, _),
+            following(monkeypatch, address, silent_s=100.0) as (made, known, _),
         ):
+            await until(lambda: made._peers)
+            made._peers[address].heard_s -= 200.0  # As if it had been followed for that long.
             await until(lambda: any(why in one.get("why", "") for one in logs))
             for _ in range(20):  # It asks on, and says no more.
                 await asyncio.sleep(0.01)
@@ -277,13 +279,14 @@ async def test_name_that_resolves_to_oneself_and_others_is_followed(monkeypatch)
 
 async def test_what_was_told_at_ones_own_address_is_forgotten(monkeypatch):
     # As behind a load balancer: first another router, then oneself.
-    others = iter([told(a=[row()])])
+    heard = asyncio.Event()
 
     async def answer(request):
-        return await lines(request, next(others, None) or Told(1, made._name))
+        return await lines(request, Told(1, made._name) if heard.is_set() else told(a=[row()]))
 
     async with speaking(answer) as address, following(monkeypatch, address) as (made, known, live):
         await until(lambda: made.rows() and known.in_flight == 1)
+        heard.set()
         await until(lambda: not made.rows() and known.in_flight == 0)
         assert address not in live.metrics.exposition().decode()
 

@@ -262,7 +262,7 @@ async def test_body_over_the_bound_is_413():
 
 
 async def test_body_that_does_not_come_is_408():
-    async with before(*two(), access={"body_timeout_s": 0.2}) as picker:
+    async with before(*two(), access={"body_timeout_s": 1.5}) as picker:
         talk = picker.conversation()
         await talk.head()
         assert (await talk.refused())[0] == 408

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -352,14 +353,14 @@ async def test_answer_that_envoy_did_not_read_ends_its_request():
 
 
 async def test_request_of_which_nothing_is_heard_ends_and_is_counted(monkeypatch):
-    async with deciding("a", unheard_s=0.1) as here:
+    monkeypatch.setattr(flights, "_SWEEP_S", 0.05)
+    async with deciding("a", unheard_s=100.0) as here:
+        for name in ("goes-on", "lost"):
+            await here.ask(headers={"x-request-id": name})
+            here.flights._aloft[name].heard_s -= 200.0
+        here.flights.goes_on("goes-on")
         sweeping = asyncio.create_task(here.flights.sweep())
-        await here.ask(headers={"x-request-id": "goes-on"})
-        await here.ask(headers={"x-request-id": "lost"})
-        async with asyncio.timeout(10):
-            while "lost" in here.flights:
-                here.flights.goes_on("goes-on")
-                await asyncio.sleep(0.01)
+        await until(lambda: "lost" not in here.flights)
         assert "goes-on" in here.flights and here.scene.ends == [("a", "timeout")]
         text = here.live.metrics.exposition().decode()
         assert "kappa_request_ends_lost_total 1.0" in text
@@ -453,6 +454,19 @@ async def test_failure_that_is_logged_late_is_waited_for():
         asking = asyncio.create_task(here.flights.again("r", 2))
         await asyncio.sleep(0.01)
         here.flights.failed(end("r", 503, (), here.scene.address(first)))
+        assert isinstance(await asking, Go) and here.scene.ends == [(first, "error")]
+
+
+async def test_failure_that_is_read_as_its_time_ends_counts(monkeypatch):
+    monkeypatch.setattr(flights, "_FAILURE_S", 0.01)
+    async with deciding() as here:
+        first, _ = await asked(here)
+        failure, loop = end("r", 503, (), here.scene.address(first)), asyncio.get_running_loop()
+        asking = asyncio.create_task(here.flights.again("r", 2))
+        await asyncio.sleep(0)
+        # The loop stands still: both are due in the same turn.
+        loop.call_later(0.005, here.flights.failed, failure)
+        loop.call_soon(time.sleep, 0.05)
         assert isinstance(await asking, Go) and here.scene.ends == [(first, "error")]
 
 

@@ -95,7 +95,8 @@ async def test_workers_refusal_passes_when_retries_are_off():
 
 async def test_silent_foreign_server_is_given_up_for_the_next():
     async with open_door((never, named(b"b")), foreign=True) as door:
-        door.send_to(0, 1, x_envoy_upstream_rq_per_try_timeout_ms="200")
+        # The next one has as long, on a busy machine, too.
+        door.send_to(0, 1, x_envoy_upstream_rq_per_try_timeout_ms="1500")
         got = await door.ask()
         assert (got.status, got.body, len(door.asked(AGAIN))) == (200, b"b", 1)
 
@@ -202,11 +203,11 @@ async def test_next_server_is_sent_what_the_decider_says_then():
 async def test_begun_answer_may_take_longer_than_its_head():
     async def slow():
         yield b"begun "
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(1.7)
         yield b"ended"
 
     async with open_door((lambda heard: Answer(chunks=slow()),)) as door:
-        door.send_to(0, x_envoy_upstream_rq_per_try_timeout_ms="400")
+        door.send_to(0, x_envoy_upstream_rq_per_try_timeout_ms="1500")
         assert (await door.ask()).body == b"begun ended"
 
 
@@ -245,7 +246,7 @@ async def begun(then):
 @pytest.mark.parametrize("cut", [True, False])
 async def test_begun_answer_that_breaks_or_falls_silent_is_cut(cut):
     then = asyncio.sleep(0) if cut else never(None)
-    answer, bounds = Answer(chunks=begun(then), cut=cut), Bounds(silent_s=0.5)
+    answer, bounds = Answer(chunks=begun(then), cut=cut), None if cut else Bounds(silent_s=1.5)
     async with open_door((lambda heard: answer, named(b"b")), bounds=bounds) as door:
         door.send_to(0, 1)
         got = await door.ask()
@@ -405,9 +406,9 @@ async def test_answers_of_our_own_workers_are_not_reported():
 async def test_decision_is_cancelled_when_its_client_leaves():
     async with open_door() as door:
         door.decider.script = never
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.3):
-                await door.ask()
+        asking = asyncio.create_task(door.ask())
+        await until(lambda: door.decider.heard)
+        asking.cancel()
         await until(door.decider.cancelled.is_set)
 
 
