@@ -1,7 +1,6 @@
 """An engine on its own thread answers many callers, loses none, and leaves nothing behind."""
 
 import asyncio
-import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -12,21 +11,18 @@ from kappa_engine.engine_thread import EngineStopped, EngineThread
 from kappa_engine.prefix_cache import CacheEvent, StoredBlocks
 from kappa_engine.sampling import Sampling
 from kappa_engine.sequence import EngineRequest, Output, RequestRefused
-from tests.engine.books import check_memory
+from tests.engine.books import check_memory, no_thread_left
 from tests.engine.engines import engine, expected, prompt
 
 
 @contextmanager
 def runner(publish=None, **settings) -> Iterator[EngineThread]:
-    with engine(**settings) as made:
-        before = set(threading.enumerate())  # other tests' servers among them
+    with engine(**settings) as made, no_thread_left():
         running = EngineThread(made, publish)
         try:
             yield running
         finally:
             running.stop(20)
-            names = {thread.name for thread in threading.enumerate() if thread not in before}
-            assert "kappa-engine" not in names
 
 
 def stats(running: EngineThread):
