@@ -1,6 +1,8 @@
 """An engine on its own thread answers many callers, loses none, and leaves nothing behind."""
 
 import asyncio
+import itertools
+import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -8,6 +10,7 @@ from dataclasses import asdict
 import pytest
 
 from kappa_engine.engine_thread import EngineStopped, EngineThread
+from kappa_engine.llm_engine import Engine
 from kappa_engine.prefix_cache import CacheEvent, StoredBlocks
 from kappa_engine.sampling import Sampling
 from kappa_engine.sequence import EngineRequest, Output, RequestRefused
@@ -23,6 +26,17 @@ def runner(publish=None, **settings) -> Iterator[EngineThread]:
             yield running
         finally:
             running.stop(20)
+
+
+def hold(made: Engine, go_on: threading.Event) -> None:
+    """Have each pass but the first wait for that, as no test is sooner than a tiny engine."""
+    compute, passes = made._runner.compute, itertools.count()
+
+    def held(chunks):
+        assert next(passes) == 0 or go_on.wait(20)
+        return compute(chunks)
+
+    made._runner.compute = held
 
 
 def stats(running: EngineThread):
@@ -78,7 +92,9 @@ async def test_the_first_and_the_last_output_have_the_account() -> None:
 
 
 async def test_who_leaves_early_holds_nothing() -> None:
+    both_left = threading.Event()
     with runner() as running:
+        hold(running._engine, both_left)
         left = stream(running, EngineRequest(prompt(9), 60))
         await anext(left)
         await left.aclose()
@@ -87,6 +103,7 @@ async def test_who_leaves_early_holds_nothing() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        both_left.set()
         async with asyncio.timeout(20):
             while await asyncio.wrap_future(running.call(lambda made: made.busy)):
                 pass
@@ -128,7 +145,11 @@ async def test_failed_iteration_ends_all_requests_and_refuses_new_ones() -> None
             raise MemoryError("no more memory")
 
         made._runner.compute = fails
+        both_there = threading.Event()
+        running.call(lambda _: both_there.wait(20))
         waiting = [asyncio.create_task(collect(running, prompt(n))) for n in (5, 9)]
+        await asyncio.sleep(0)
+        both_there.set()
         for task in waiting:
             with pytest.raises(MemoryError):
                 await task
@@ -168,6 +189,7 @@ async def test_stop_answers_everybody() -> None:
     outputs: list[Output] = []
     with engine() as made:
         running = EngineThread(made)
+        hold(made, running._stopping)
         answer = running.submit(EngineRequest(prompt(9), 120), outputs.append)
         request_id = await asyncio.wrap_future(answer)
         running.stop(20)
