@@ -11,10 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
-import socket
 import sys
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +28,7 @@ from kappa_deploy.app.model import prepare_model
 from kappa_router.ray_router import KappaRouter
 from kappa_workers.announcing import AnnouncingServer
 from kappa_workers.vllm.arguments import CPU_ENV
+from tests.ports import steady_port
 
 # What Ray imports it as: `__main__` is another module in its processes, and in those that join.
 _HERE = "tests.live.plain_ray_app"
@@ -128,16 +126,6 @@ class UnlikeServer(AnnouncingServer):
 
     def kappa_node(self):
         return NODES[self._rank % len(NODES)]
-
-
-def steady_port() -> int:
-    """A free port below those that the kernel gives to whoever asks for any: HAProxy binds it half
-    a minute later, and Ray's processes take many in between."""
-    for port in random.sample(range(20_000, 30_000), 100):
-        with socket.socket() as tried, suppress(OSError):
-            tried.bind(("127.0.0.1", port))
-            return port
-    raise OSError("of 100 ports between 20000 and 30000 none is free")
 
 
 def main() -> None:
