@@ -97,10 +97,11 @@ FIXED = {"type": "object", "properties": {"on": {"const": True}}, "required": ["
 
 
 def test_messages_and_responses_call_a_tool_whole_and_streamed(idle):
-    """Which tool, and its arguments, are demanded: the model's weights are random."""
+    """Which tool, and its arguments, are demanded: the model's weights are random. It puts some 90
+    spaces between them, of 96 times once more than 200."""
     tool = {"name": "switch", "description": "Switches.", "input_schema": FIXED}
     ask = {
-        "model": idle.model, "max_tokens": 200, "tools": [tool],
+        "model": idle.model, "max_tokens": 1000, "tools": [tool],
         "messages": [{"role": "user", "content": "On, please. " * 20}],
         "tool_choice": {"type": "tool", "name": "switch"},
     }  # fmt: skip
@@ -125,7 +126,7 @@ def test_messages_and_responses_call_a_tool_whole_and_streamed(idle):
     ask = {
         "model": idle.model, "input": "On, please.", "tools": [function],
         "tool_choice": {"type": "function", "name": "switch"},
-        "max_output_tokens": 400,  # random weights now and then put many spaces between
+        "max_output_tokens": 1000,
     }  # fmt: skip
     whole = idle.openai.responses.create(**ask)
     with idle.openai.responses.stream(**ask) as stream:
