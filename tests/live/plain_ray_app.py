@@ -67,7 +67,7 @@ class Watched(KappaRouter):
 
 
 class Sleeper(LLMEngine):
-    """Answers with its rank, after as many milliseconds as tokens are asked for."""
+    """Answers with its rank, but not while there is a file like the watched one, with `.hold`."""
 
     def __init__(self, llm_config):
         self.here, self.config = (
@@ -103,7 +103,8 @@ class Sleeper(LLMEngine):
     async def answer(self, request):
         self.here += 1
         try:
-            await asyncio.sleep((await request.json())["max_tokens"] / 1000)
+            while Path(f"{os.environ[WATCH_ENV]}.hold").exists():
+                await asyncio.sleep(0.01)
         finally:
             self.here -= 1
         said = {"role": "assistant", "content": str(serve.get_replica_context().rank.rank)}
