@@ -124,7 +124,7 @@ def repeating(action: Action) -> Iterator[None]:
             errors.append(error)
             ready.set()
 
-    thread = threading.Thread(target=work, daemon=True)
+    thread = threading.Thread(target=work, name="kappa-beside", daemon=True)
     thread.start()
     try:
         if not ready.wait(_WAIT_S):

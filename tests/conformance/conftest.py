@@ -17,7 +17,7 @@ from tests.router.front.conftest import routing
 from tests.workers.emulation import tiny_model
 
 MAX_BODY_BYTES = 1 << 16
-_PATIENCE_S = 30.0
+_STARTS_S, _PATIENCE_S = 240.0, 30.0
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Serving:
 
     def __enter__(self):
         self._thread.start()
-        assert self._ready.wait(_PATIENCE_S) and self._error is None, self._error
+        assert self._ready.wait(_STARTS_S) and self._error is None, self._error
         self._http = httpx.Client(base_url=self.url, timeout=_PATIENCE_S)
         return Stack(self.url, self.kind, self.live, self._http)
 

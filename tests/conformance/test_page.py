@@ -1,5 +1,7 @@
 """The page of a real cluster of two emulated engines, in a real browser."""
 
+import time
+
 import pytest
 
 from tests import browser
@@ -37,13 +39,15 @@ def test_the_page_shows_what_the_decider_decides(stack):
         last = "document.querySelector('#decisions tbody tr')"
         tab.until(f"{last} && {last}.innerText.includes('page-{REQUESTS - 1}')")
         tab.until("/^[1-9]/.test(document.getElementById('f-actual').textContent)")
-        assert came(stack) > before
+        tab.until("nodes.some(node => node.held_blocks.device)")
+        deadline_s = time.monotonic() + 20.0
+        while came(stack) <= before:  # reports come behind the answers
+            assert time.monotonic() < deadline_s
         # The page's figures are the feeds', and what a worker holds is some of what it has room
         # for.
         tab.until("document.getElementById('tenants').innerText.includes('default')")
         held = tab.run("nodes.map(node => node.held_blocks)")
         room = tab.run("nodes.map(node => node.limits.device_blocks)")
-        assert any(one["device"] for one in held)
         assert all(one["device"] <= most for one, most in zip(held, room, strict=True))
         assert "compute-bound: κ" in tab.text("#decisions") and " here, " in tab.text("#decisions")
         assert tab.text("#model") == MODEL and tab.text("#state") == "live"

@@ -30,7 +30,7 @@ class StandIn:
 
     def __init__(self):
         self.nodes, self.host_tokens, self.refuse, self.silent = ["pcie", "c2c"], 640, "", False
-        self.rows = True
+        self.rows, self.at_once = True, 1
         self.received, self.running, self.most_running, self.records = [], {}, 0, []
         self.app = FastAPI()
         self.app.get("/v1/models")(self.models)
@@ -73,7 +73,9 @@ class StandIn:
         self.records.append({"request_id": request_id, "predicted": split, "actual": split})
 
         async def events():
-            await asyncio.sleep(0.02)
+            async with asyncio.timeout(_PATIENCE_S):
+                while self.most_running < self.at_once:
+                    await asyncio.sleep(0.01)
             chunk = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": "m"}
             first = {"index": 0, "delta": {"role": "assistant", "content": ""}}
             word = {"index": 0, "delta": {"content": "word"}, "finish_reason": "length"}
@@ -121,6 +123,7 @@ def demo(cluster, *options):
 
 
 def test_a_good_run_exits_with_zero_and_is_called_paced(cluster, short):
+    cluster.at_once = 3
     done = demo(cluster, "--sessions", "3")
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()

@@ -12,7 +12,8 @@ import aiohttp
 import psutil
 import pytest
 
-from kappa.host import free_port
+from kappa_benchmarks.faults.cluster import alive
+from tests.ports import steady_port
 from tests.router.front.conftest import chat, until
 from tests.router.front.offering import FakeServer, serving, stream_of
 
@@ -41,7 +42,7 @@ async def route(tmp_path, url, port, peers=()):
 @asynccontextmanager
 async def routed(server, tmp_path, port=0, peers=()):
     """The command, once it takes requests: its process, and a client."""
-    port = port or free_port("127.0.0.1")
+    port = port or steady_port()
     process = await route(tmp_path, server.url, port, peers)
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
         try:
@@ -93,7 +94,7 @@ async def test_route_lets_open_streams_end_when_it_is_stopped(tmp_path):
 
 
 async def test_two_routes_know_each_others_requests(tmp_path):
-    ports = free_port("127.0.0.1"), free_port("127.0.0.1")
+    ports = steady_port(), steady_port()
     async with (
         serving(FakeServer()) as (server,),
         # Each is named the other and itself, as by a headless Service.
@@ -143,7 +144,7 @@ async def test_route_takes_its_envoy_along_when_it_is_killed(tmp_path):
         envoy = envoy_of(process)
         process.kill()
         await process.wait()
-        await until(lambda: not envoy.is_running() or envoy.status() == psutil.STATUS_ZOMBIE)
+        await until(lambda: not alive(envoy.pid))
 
 
 async def test_route_names_a_port_that_is_taken(tmp_path):

@@ -1,4 +1,8 @@
-"""Whether the books of an engine's blocks are right; `AssertionError` if they are not."""
+"""Whether the books of an engine's blocks and threads are right; `AssertionError` if not."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kappa_engine.block_manager import BlockManager
 from kappa_engine.block_pool import BlockPool
@@ -41,3 +45,17 @@ def check_engine(engine: Engine) -> None:
                 "a block without a holder is kept"
             )
         assert not engine.arena.pools["act", "device"].used, "a captured block has no holder"
+
+
+def _own_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("kappa-")}
+
+
+@contextmanager
+def no_thread_left() -> Iterator[None]:
+    """A block that leaves no thread of an engine's; those of others in this process come and go."""
+    before = _own_threads()
+    yield
+    for thread in _own_threads() - before:
+        thread.join(10)
+        assert not thread.is_alive(), thread.name

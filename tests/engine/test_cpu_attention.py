@@ -12,6 +12,7 @@ from kappa_engine.cpu_attention import CpuWorker, result
 from kappa_engine.step import NoSuchBlock, Source, StepRow, TokenSpan, joined, prompt_row
 from kappa_engine.transfer import TransferFailed
 from tests.engine import hf
+from tests.engine.books import no_thread_left
 from tests.engine.rig import BLOCK, DEVICES, prompt, rig
 
 # Ragged; one within its first block, one that ends with one.
@@ -116,32 +117,32 @@ def test_what_cannot_be_attended_to_on_the_cpu_is_refused() -> None:
 
 
 def test_cpu_worker_keeps_its_own_threads_and_reports_failures() -> None:
-    before, running = torch.get_num_threads(), threading.active_count()
-    worker = CpuWorker(3)
-    assert result(worker.submit(torch.get_num_threads)) == 3
-    assert torch.get_num_threads() == before
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
-    thread.start()
-    thread.join(10)
-    assert found == [before]
+    before = torch.get_num_threads()
 
     def fail() -> None:
         raise OSError("no such core")
 
-    with pytest.raises(TransferFailed, match="no such core"):
-        result(worker.submit(fail))
-    gate = threading.Event()
-    slow = worker.submit(lambda: gate.wait(20))
-    with pytest.raises(TransferFailed, match="did not end within"):
-        result(slow, 0.01)
-    with pytest.raises(TransferFailed, match="still computes"):
-        worker.settle(0.01)
-    gate.set()
-    worker.stop()
+    with no_thread_left():
+        worker = CpuWorker(3)
+        assert result(worker.submit(torch.get_num_threads)) == 3
+        assert torch.get_num_threads() == before
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        thread.start()
+        thread.join(10)
+        assert found == [before]
+        with pytest.raises(TransferFailed, match="no such core"):
+            result(worker.submit(fail))
+        gate = threading.Event()
+        slow = worker.submit(lambda: gate.wait(20))
+        with pytest.raises(TransferFailed, match="did not end within"):
+            result(slow, 0.01)
+        with pytest.raises(TransferFailed, match="still computes"):
+            worker.settle(0.01)
+        gate.set()
+        worker.stop()
     with pytest.raises(RuntimeError):
         worker.submit(fail)
-    assert threading.active_count() <= running + 1
 
 
 def test_a_failure_on_the_cpu_fails_the_pass_and_no_other() -> None:

@@ -1,6 +1,7 @@
 """An engine on its own thread answers many callers, loses none, and leaves nothing behind."""
 
 import asyncio
+import itertools
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
@@ -8,24 +9,33 @@ from contextlib import contextmanager
 import pytest
 
 from kappa_engine.engine_thread import EngineStopped, EngineThread
+from kappa_engine.llm_engine import Engine
 from kappa_engine.prefix_cache import CacheEvent, StoredBlocks
 from kappa_engine.sampling import Sampling
 from kappa_engine.sequence import EngineRequest, Output, RequestRefused
-from tests.engine.books import check_memory
+from tests.engine.books import check_memory, no_thread_left
 from tests.engine.engines import engine, expected, prompt
 
 
 @contextmanager
 def runner(publish=None, **settings) -> Iterator[EngineThread]:
-    with engine(**settings) as made:
-        before = set(threading.enumerate())  # other tests' servers among them
+    with engine(**settings) as made, no_thread_left():
         running = EngineThread(made, publish)
         try:
             yield running
         finally:
             running.stop(20)
-            names = {thread.name for thread in threading.enumerate() if thread not in before}
-            assert "kappa-engine" not in names
+
+
+def hold(made: Engine, go_on: threading.Event) -> None:
+    """Have each pass but the first wait for that, as no test is sooner than a tiny engine."""
+    compute, passes = made._runner.compute, itertools.count()
+
+    def held(chunks):
+        assert next(passes) == 0 or go_on.wait(20)
+        return compute(chunks)
+
+    made._runner.compute = held
 
 
 async def stream(running: EngineThread, request: EngineRequest) -> AsyncGenerator[Output, None]:
@@ -75,7 +85,9 @@ async def test_the_first_and_the_last_output_have_the_account() -> None:
 
 
 async def test_who_leaves_early_holds_nothing() -> None:
+    both_left = threading.Event()
     with runner() as running:
+        hold(running._engine, both_left)
         left = stream(running, EngineRequest(prompt(9), 60))
         await anext(left)
         await left.aclose()
@@ -84,6 +96,7 @@ async def test_who_leaves_early_holds_nothing() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        both_left.set()
         async with asyncio.timeout(20):
             while await asyncio.wrap_future(running.call(lambda made: made.busy)):
                 pass
@@ -122,7 +135,11 @@ async def test_failed_iteration_ends_all_requests_and_refuses_new_ones() -> None
             raise MemoryError("no more memory")
 
         made._runner.compute = fails
+        both_there = threading.Event()
+        running.call(lambda _: both_there.wait(20))
         waiting = [asyncio.create_task(collect(running, prompt(n))) for n in (5, 9)]
+        await asyncio.sleep(0)
+        both_there.set()
         for task in waiting:
             with pytest.raises(MemoryError):
                 await task
@@ -161,6 +178,7 @@ async def test_stop_answers_everybody() -> None:
     outputs: list[Output] = []
     with engine() as made:
         running = EngineThread(made)
+        hold(made, running._stopping)
         answer = running.submit(EngineRequest(prompt(9), 120), outputs.append)
         request_id = await asyncio.wrap_future(answer)
         running.stop(20)

@@ -27,6 +27,7 @@ from kappa_engine.profile import ProfileSettings, cached_profile, profile
 from kappa_engine.step import Pages, Source, StepRow, TokenSpan
 from kappa_engine.transfer import CpuMover, TransferFailed
 from kappa_engine.weights import random_weights
+from tests.engine.books import no_thread_left
 from tests.engine.links import Link
 
 SETTINGS = ProfileSettings(
@@ -98,9 +99,8 @@ def straighten(measured: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_profile_is_what_planners_read(family: str) -> None:
-    threads = threading.active_count()
-    measured = profiled(family)
-    assert threading.active_count() == threads
+    with no_thread_left():
+        measured = profiled(family)
     assert measured["device"] == device_name(torch.device("cpu"))
     assert measured["load"]["tokens"] == [16, 32, 64, 128]
     assert min(measured["load"]["seconds"] + measured["project"]["seconds"]) > 0
@@ -182,10 +182,8 @@ def test_landed_contexts_do_not_cross() -> None:
 
 
 def test_profile_measures_cpu_attention_when_it_has_threads() -> None:
-    threads = threading.active_count()
-    with forward("llama", cpu_threads=1) as made:
+    with no_thread_left(), forward("llama", cpu_threads=1) as made:
         measured = profile(made, SETTINGS)
-    assert threading.active_count() <= threads + 1
     found = measured["attend"]
     assert found["tokens"] == [16, 32, 64, 128] and min(found["seconds"]) > 0
     assert found["threads"] == measured["cpu_threads"] == 1
@@ -224,12 +222,13 @@ def test_an_arena_too_small_or_in_use_is_refused() -> None:
 
 
 def test_a_link_that_fails_fails_the_measurement() -> None:
-    threads = threading.active_count()
     link = Link()
     link.breaks = lambda direction, copies: direction == "h2d"
-    with forward(mover=link) as made, pytest.raises(TransferFailed, match="the link is down"):
+    with (
+        no_thread_left(), forward(mover=link) as made,
+        pytest.raises(TransferFailed, match="the link is down"),
+    ):  # fmt: skip
         profile(made, SETTINGS)
-    assert threading.active_count() == threads
 
 
 SMALL = ProfileSettings((16, 32, 64), (1, 16), (0, 32), (), (), 1)
@@ -262,13 +261,14 @@ def _fail() -> None:
 
 
 def test_what_repeats_runs_in_the_block_and_is_over_after_it() -> None:
-    threads, done = threading.active_count(), []
-    with repeating(lambda: done.append(threading.get_ident())):
-        assert len(set(done)) == 1 and threading.get_ident() not in done
-    count = len(done)
-    with pytest.raises(KeyError), repeating(lambda: None):
-        raise KeyError  # of the measured block: its own
-    assert threading.active_count() == threads and len(done) == count
+    done: list[int] = []
+    with no_thread_left():
+        with repeating(lambda: done.append(threading.get_ident())):
+            assert len(set(done)) == 1 and threading.get_ident() not in done
+        count = len(done)
+        with pytest.raises(KeyError), repeating(lambda: None):
+            raise KeyError  # of the measured block: its own
+    assert len(done) == count
 
 
 def test_repeating_raises_a_failure_before_or_after_its_block() -> None:

@@ -99,6 +99,17 @@ class Live:
             time.sleep(_POLL_S)
         return answer
 
+    def until_known(self, tokens, **asked):
+        """Return once the router knows where so many tokens of a prompt are: a worker's events
+        come behind its answer."""
+
+        def known():
+            told = self.http.post("/v1/route", json={"model": self.model, **asked}).json()
+            found = [c["device_tokens"] + c["cached_tokens"] for c in told["candidates"]]
+            return max(found) >= tokens
+
+        self.until(known, f"the router does not know of {tokens} tokens")
+
     def wait_idle(self):
         """Return when no request is reserved any more."""
         self.until(lambda: self.metric("kappa_reservations") == 0, "a reservation leaked")

@@ -11,10 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
-import socket
 import sys
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +28,7 @@ from kappa_deploy.app.model import prepare_model
 from kappa_router.ray_router import KappaRouter
 from kappa_workers.announcing import AnnouncingServer
 from kappa_workers.vllm.arguments import CPU_ENV
+from tests.ports import steady_port
 
 # What Ray imports it as: `__main__` is another module in its processes, and in those that join.
 _HERE = "tests.live.plain_ray_app"
@@ -69,7 +67,7 @@ class Watched(KappaRouter):
 
 
 class Sleeper(LLMEngine):
-    """Answers with its rank, after as many milliseconds as tokens are asked for."""
+    """Answers with its rank, but not while there is a file like the watched one, with `.hold`."""
 
     def __init__(self, llm_config):
         self.here, self.config = (
@@ -105,7 +103,8 @@ class Sleeper(LLMEngine):
     async def answer(self, request):
         self.here += 1
         try:
-            await asyncio.sleep((await request.json())["max_tokens"] / 1000)
+            while Path(f"{os.environ[WATCH_ENV]}.hold").exists():
+                await asyncio.sleep(0.01)
         finally:
             self.here -= 1
         said = {"role": "assistant", "content": str(serve.get_replica_context().rank.rank)}
@@ -128,16 +127,6 @@ class UnlikeServer(AnnouncingServer):
 
     def kappa_node(self):
         return NODES[self._rank % len(NODES)]
-
-
-def steady_port() -> int:
-    """A free port below those that the kernel gives to whoever asks for any: HAProxy binds it half
-    a minute later, and Ray's processes take many in between."""
-    for port in random.sample(range(20_000, 30_000), 100):
-        with socket.socket() as tried, suppress(OSError):
-            tried.bind(("127.0.0.1", port))
-            return port
-    raise OSError("of 100 ports between 20000 and 30000 none is free")
 
 
 def main() -> None:

@@ -73,15 +73,23 @@ class PlainApp(NamedTuple):
             model="plain", messages=[{"role": "user", "content": text}], max_tokens=max_tokens
         )
 
+    def lines(self) -> list[dict]:
+        """What its routers have written so far, which one may be doing now."""
+        *whole, _ = (self.watch.read_text() if self.watch.exists() else "").split("\n")
+        return [json.loads(line) for line in whole]
+
     def heard(self) -> list[list[dict]]:
         """What each of its routers knows of the replicas."""
-        lines = [json.loads(line) for line in self.watch.read_text().splitlines()]
-        return list({line["router"]: line["replicas"] for line in lines}.values())
+        return list({line["router"]: line["replicas"] for line in self.lines()}.values())
+
+    def most_in_flight(self) -> int:
+        """What any of its routers has counted at most."""
+        return max(sum(each["in_flight"] for each in line["replicas"]) for line in self.lines())
 
     def until(self, question: Callable[[list[dict]], bool], complaint: str) -> None:
         """Wait until it is true of what each router knows."""
         deadline_s = time.monotonic() + _HEARD_S
-        while not all(map(question, self.heard())):
+        while not ((heard := self.heard()) and all(map(question, heard))):
             assert time.monotonic() < deadline_s, f"{complaint}: {self.heard()}"
             time.sleep(0.2)
 
@@ -175,21 +183,27 @@ def test_direct_streaming_goes_as_priced_and_counts_down(tmp_path: Path) -> None
         )
         prompts = [f"{i} counts " * 600 for i in range(12)]
 
-        def rank(prompt: str, lasts_ms: int) -> int:
-            return int(app.ask(prompt, lasts_ms).choices[0].message.content or -1)
+        def rank(prompt: str) -> int:
+            return int(app.ask(prompt).choices[0].message.content or -1)
 
-        # The first decision compiles what it needs; the twelve must overlap.
-        rank("the first", 1)
+        # The first decision compiles what it needs; none of the twelve ends before all are there.
+        rank("the first")
         app.until_idle()
+        hold = Path(f"{app.watch}.hold")
+        hold.touch()
         with ThreadPoolExecutor(len(prompts)) as threads:
-            first = list(threads.map(lambda prompt: rank(prompt, 4000), prompts))
+            asked = [threads.submit(rank, prompt) for prompt in prompts]
+            try:
+                app.until(lambda _: app.most_in_flight() >= 12, "they do not overlap")
+            finally:
+                hold.unlink()
+            first = [one.result() for one in asked]
         # Of each four the fast one takes three; the last in line may differ.
         assert 8 <= first.count(0) <= 11 and len(prompts) - first.count(0) == first.count(1)
-        most = [json.loads(line)["replicas"] for line in app.watch.read_text().splitlines()]
-        assert max(sum(each["in_flight"] for each in replicas) for replicas in most) == 12
+        assert app.most_in_flight() == 12
         # On such nodes each should take minutes: only the replicas' counts say that it is over.
         app.until_idle()
-        assert [rank(prompt, 1) for prompt in prompts] == first
+        assert [rank(prompt) for prompt in prompts] == first
         app.until_idle()
 
 

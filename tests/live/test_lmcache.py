@@ -14,10 +14,10 @@ import pytest
 
 from kappa.settings.cluster import home
 from kappa_workers.vllm.lmcache.server import LmcacheInstall, LmcacheMissingError, LmcacheServer
-from tests.live.tier_engine import BLOCK, CONTEXT, TierEngine
+from tests.live.tier_engine import BLOCK, CONTEXT, TierEngine, of_kind
 from tests.turns import by_turns
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 4.0  # of a server on a machine that stalls now and then
 SERVER_BYTES = 1 << 24
 PATIENCE_S = 90.0
 
@@ -53,7 +53,7 @@ class Setting:
             retry_s=1.0,
         )
         self.without = self.engine.ask(prompt(1))
-        self.reported = self.engine.reports()["messages"]
+        self.reported = self.engine.reports(tier_failed=1)
         self.warned = sum("lmcache_failed" in line for line in self.engine.logged)
 
     def serve(self):
@@ -63,9 +63,9 @@ class Setting:
         self.until_warm(prompt(99))
 
     def until_warm(self, tokens):
-        """Ask until the server gives the prompt back; returns that answer."""
+        """Ask until the server gives the whole prompt back; returns that answer."""
         deadline = time.monotonic() + PATIENCE_S
-        while not (answer := self.engine.ask(tokens))["cached"]:
+        while (answer := self.engine.ask(tokens))["cached"] < len(tokens) // BLOCK * BLOCK:
             assert time.monotonic() < deadline, self.engine.errors.read_text()[-4000:]
             time.sleep(0.5)
         return answer
@@ -93,15 +93,10 @@ def setting():
             made.close()
 
 
-def kinds(messages):
-    return [message["kind"] for message in messages]
-
-
 def test_engine_without_its_server_answers_and_counts_failures(setting):
     assert setting.without["cached"] == 0
     assert "logprob" in setting.without
-    failed = [m for m in setting.reported if m["kind"] == "tier_failed"]
-    assert failed and {m["why"] for m in failed} == {"absent"}
+    assert {m["why"] for m in of_kind(setting.reported, "tier_failed")} == {"absent"}
     assert setting.warned == 2  # one a minute, of each of its two processes
 
 
@@ -112,10 +107,10 @@ def test_evicted_prefix_comes_back_with_equal_log_probabilities(setting):
     assert cold["cached"] == 0
     assert warm["cached"] == 600 // BLOCK * BLOCK
     assert warm["logprob"] == pytest.approx(cold["logprob"], abs=1e-5)
-    messages = setting.engine.reports()["messages"]
-    admitted = [m for m in messages if m["kind"] == "admit"][-1]
+    found = setting.engine.reports(admit=1, load=1)
+    admitted = of_kind(found, "admit")[-1]
     assert (admitted["device_tokens"], admitted["host_tokens"]) == (0, warm["cached"])
-    load = [m for m in messages if m["kind"] == "load"][-1]
+    load = of_kind(found, "load")[-1]
     assert load["tokens"] == warm["cached"] and load["bytes"] > 0 and load["took_s"] > 0
 
 
@@ -123,12 +118,14 @@ def test_tier_announces_its_blocks_and_keeps_tenants_apart(setting):
     setting.engine.reports()
     for salt in ("alice", "bob"):
         assert setting.engine.ask(prompt(3), salt)["cached"] == 0
-    time.sleep(0.2)
-    setting.engine.ask(prompt(4, 40))  # a step, with which events travel
-    events = setting.engine.reports()["events"]
-    blocks = 600 // BLOCK
-    stored = [e for e in events if e["type"] == "BlockStored" and e["medium"] == "CPU"]
-    names = [name for event in stored for name in event["hashes"]]
+    blocks, events, names = 600 // BLOCK, [], []
+    deadline = time.monotonic() + PATIENCE_S
+    while len(names) < 2 * blocks + 1:
+        assert time.monotonic() < deadline, names
+        setting.engine.ask(prompt(4, 40))  # a step, with which events travel
+        events += setting.engine.reports()["events"]
+        stored = [e for e in events if e["type"] == "BlockStored" and e["medium"] == "CPU"]
+        names = [name for event in stored for name in event["hashes"]]
     assert len(names) == len(set(names)) == 2 * blocks + 1
     device = {
         name
@@ -149,7 +146,7 @@ def test_computed_tail_is_not_loaded_and_changes_no_answer(setting):
     assert 0 < tail["cached"] < whole["cached"]
     assert tail["cached"] % BLOCK == 0
     assert tail["logprob"] == pytest.approx(whole["logprob"], abs=1e-5)
-    load = [m for m in setting.engine.reports()["messages"] if m["kind"] == "load"][-1]
+    load = of_kind(setting.engine.reports(load=1), "load")[-1]
     assert load["tokens"] == tail["cached"]
     assert setting.engine.ask(known)["cached"] == whole["cached"]
 
@@ -179,13 +176,12 @@ def test_stalled_server_costs_a_bounded_wait_and_no_other_answer(setting):
     setting.server.process.send_signal(signal.SIGSTOP)
     try:
         answers = [setting.engine.ask(known) for _ in range(4)]
-        messages = setting.engine.reports()["messages"]
+        setting.engine.reports(tier_failed=1)
     finally:
         setting.server.process.send_signal(signal.SIGCONT)
     assert all(answer["cached"] == 0 for answer in answers)
     for answer in answers:
         assert answer["logprob"] == pytest.approx(cold["logprob"], abs=1e-5)
-    assert "tier_failed" in kinds(messages)
     assert setting.until_warm(known)["logprob"] == pytest.approx(cold["logprob"], abs=1e-5)
 
 

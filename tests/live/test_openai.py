@@ -97,10 +97,11 @@ FIXED = {"type": "object", "properties": {"on": {"const": True}}, "required": ["
 
 
 def test_messages_and_responses_call_a_tool_whole_and_streamed(idle):
-    """Which tool, and its arguments, are demanded: the model's weights are random."""
+    """Which tool, and its arguments, are demanded: the model's weights are random. It puts some 90
+    spaces between them, of 96 times once more than 200."""
     tool = {"name": "switch", "description": "Switches.", "input_schema": FIXED}
     ask = {
-        "model": idle.model, "max_tokens": 200, "tools": [tool],
+        "model": idle.model, "max_tokens": 1000, "tools": [tool],
         "messages": [{"role": "user", "content": "On, please. " * 20}],
         "tool_choice": {"type": "tool", "name": "switch"},
     }  # fmt: skip
@@ -125,7 +126,7 @@ def test_messages_and_responses_call_a_tool_whole_and_streamed(idle):
     ask = {
         "model": idle.model, "input": "On, please.", "tools": [function],
         "tool_choice": {"type": "function", "name": "switch"},
-        "max_output_tokens": 400,  # random weights now and then put many spaces between
+        "max_output_tokens": 1000,
     }  # fmt: skip
     whole = idle.openai.responses.create(**ask)
     with idle.openai.responses.stream(**ask) as stream:
@@ -146,10 +147,11 @@ def test_several_choices_come_back(idle):
 def test_the_same_prompt_goes_where_its_blocks_are(idle):
     text = "The blocks of this prompt are on one device now. " * 20
     first = chat(idle, text)
+    usable = (first.parse().usage.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    idle.until_known(usable, messages=[{"role": "user", "content": text}])
     again = chat(idle, text)
     assert again.headers["x-kappa-node"] == first.headers["x-kappa-node"]
     usage = again.parse().usage
-    usable = (usage.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     assert usage.prompt_tokens_details.cached_tokens == usable > 0
     record = idle.decision(again.headers["x-request-id"])
     assert record["policy"] == "priced"
@@ -162,8 +164,9 @@ def test_the_same_prompt_goes_where_its_blocks_are(idle):
 def test_route_explains_what_a_request_will_get(idle):
     text = "Explained first, then sent. " * 30
     body = {"model": idle.model, "messages": [{"role": "user", "content": text}], "max_tokens": 2}
-    chat(idle, text, max_tokens=2)
+    usage = chat(idle, text, max_tokens=2).parse().usage
     idle.wait_idle()
+    idle.until_known(usage.prompt_tokens - BLOCK_TOKENS, messages=body["messages"])
     told = idle.http.post("/v1/route", json=body).json()
     sent = chat(idle, text, max_tokens=2)
     assert {c["node"] for c in told["candidates"]} == {row["node"] for row in idle.nodes()}

@@ -33,6 +33,8 @@ def test_evicted_prompt_returns_from_host_with_the_same_answer(idle):
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda name: ask(idle, story(name), 1), fillers))
     idle.wait_idle()
+    said = [{"role": "user", "content": story("Ada")}]
+    idle.until_known(prompt_tokens - 64, messages=said)
     host_before = idle.metric("kappa_prompt_tokens_total", source="host")
     again, record = ask(idle, story("Ada"), 16)
     loaded = record["actual"]["cached_tokens"]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kappa.protocol import PEER_PARAM
-from tests.live.tier_engine import BLOCK, TierEngine
+from tests.live.tier_engine import BLOCK, TierEngine, of_kind
 from tests.turns import by_turns
 
 pytestmark = [pytest.mark.live, pytest.mark.vllm, by_turns(__file__)]
@@ -116,7 +116,7 @@ def told_of_a_load(engine, known, cold):
         answer = engine.ask(known)
         assert answer["tokens"] == cold["tokens"]
         assert answer["logprob"] == pytest.approx(cold["logprob"], abs=1e-5)
-        loads = [m for m in engine.reports()["messages"] if m["kind"] == "load"]
+        loads = of_kind(engine.reports(), "load")
         if len(loads) == 1 and loads[0]["tokens"] == WHOLE:
             return loads[0]
 
@@ -156,8 +156,8 @@ def test_what_a_peer_holds_is_loaded_and_decodes_the_same(engines):
     assert answer["cached"] == WHOLE
     assert answer["tokens"] == reference["tokens"]
     assert answer["logprob"] == pytest.approx(reference["logprob"], abs=1e-5)
-    found = taker.reports()
-    (fetch,) = [m for m in found["messages"] if m["kind"] == "fetch"]
+    found = taker.reports(fetch=1)
+    (fetch,) = of_kind(found, "fetch")
     assert fetch["tokens"] == WHOLE and fetch["took_s"] > 0
     stored = {h for e in found["events"] if e["medium"] == "CPU" for h in e["hashes"]}
     assert len(stored) >= WHOLE // BLOCK, "a router must learn that it holds them"
@@ -172,7 +172,7 @@ def test_a_prompt_whose_peer_is_not_there_is_computed(engines):
     taker.reports()
     answer = taker.ask(known, params=from_peer("127.0.0.1:9/secret"))
     assert answer["cached"] == 0 and answer["tokens"] == reference["tokens"]
-    failed = [m for m in taker.reports()["messages"] if m["kind"] == "tier_failed"]
+    failed = of_kind(taker.reports(tier_failed=1), "tier_failed")
     assert [m["why"] for m in failed] == ["fetch"]
 
 
@@ -195,10 +195,10 @@ def test_tail_of_a_hit_is_recomputed_where_that_is_faster(with_disk):
     assert 0 < tail["cached"] < whole["cached"]
     assert tail["cached"] % BLOCK == 0
     assert tail["logprob"] == pytest.approx(cold["logprob"], abs=1e-5)
-    messages = with_disk.reports()["messages"]
-    (load,) = (m for m in messages if m["kind"] == "load")
+    found = with_disk.reports(admit=1, load=1)
+    (load,) = of_kind(found, "load")
     assert load["tokens"] == tail["cached"]
-    (admitted,) = (m for m in messages if m["kind"] == "admit")
+    (admitted,) = of_kind(found, "admit")
     assert admitted["host_tokens"] == tail["cached"]
     assert admitted["new_tokens"] == len(known) - tail["cached"]
 
@@ -233,11 +233,10 @@ def test_prompt_evicted_to_disk_comes_back_with_the_same_answer(with_disk):
         assert again["cached"] == WHOLE
         assert again["tokens"] == cold[seed]["tokens"]
         assert again["logprob"] == pytest.approx(cold[seed]["logprob"], abs=1e-5)
-    messages = with_disk.reports()["messages"]
-    admitted = [m for m in messages if m["kind"] == "admit"]
-    loads = [m for m in messages if m["kind"] == "load"]
+    found = with_disk.reports(admit=len(seeds), load=len(seeds))
+    admitted, loads = of_kind(found, "admit"), of_kind(found, "load")
     assert [m["host_tokens"] for m in admitted] == [WHOLE] * len(seeds)
     # The first was longest unused: it is on disk whole, and other prompts in part.
     assert admitted[0]["disk_tokens"] > 0
     assert [m.get("disk_tokens", 0) for m in loads] == [m["disk_tokens"] for m in admitted]
-    assert not [m for m in messages if m["kind"] in ("store_dropped", "tier_failed")]
+    assert not of_kind(found, "store_dropped") + of_kind(found, "tier_failed")

@@ -20,7 +20,6 @@ import zmq
 
 from kappa.cost import step_model
 from kappa.hardware import node_profile
-from kappa.host import free_port
 from kappa.model import kv_bytes_per_token
 from kappa.protocol import PLAN_KEY
 from kappa.settings.engine import EngineSettings, TransferSettings
@@ -29,9 +28,10 @@ from kappa_workers.tiny_model import make_tiny_model
 from kappa_workers.vllm.arguments import CPU_ENV, EngineTier, meet_peers, transfer_config
 from kappa_workers.vllm.options import PeerOptions
 from kappa_workers.vllm.tail_recompute import LOAD_ALL, tail_rates
+from tests.ports import steady_port
 
-# What the engine's processes report of a prompt is here so soon after its answer.
-_NEWS_S = 0.5
+# What the engine's processes report of a prompt is here so soon after its answer, most often.
+_NEWS_S, _PATIENCE_S = 0.5, 30.0
 ROOT = Path(__file__).parents[2]
 BLOCK, CONTEXT = 32, 1184
 EMULATED_CUDA = "tests.workers.vllm.emulated_cuda"
@@ -112,9 +112,15 @@ class TierEngine:
         asked = {"tokens": tokens, "salt": salt, "plan": plan, "count": count}
         return self._do({**asked, "params": params})
 
-    def reports(self):
-        """What was reported since the last call: messages of the stats channel, and KV events."""
-        return self._do({"reports": True})
+    def reports(self, **least):
+        """What was reported since the last call, messages of the stats channel and KV events, once
+        there are so many messages of these kinds."""
+        found, deadline = self._do({"reports": True}), time.monotonic() + _PATIENCE_S
+        while any(len(of_kind(found, kind)) < count for kind, count in least.items()):
+            assert time.monotonic() < deadline, (least, found)
+            for key, more in self._do({"reports": True}).items():
+                found[key] += more
+        return found
 
     def _do(self, what):
         assert self.ready
@@ -138,6 +144,11 @@ class TierEngine:
     def end(self):
         """Have it end, without waiting for that."""
         self.process.stdin.close()
+
+
+def of_kind(found, kind):
+    """The messages of one kind among what was reported."""
+    return [message for message in found["messages"] if message["kind"] == kind]
 
 
 def slow_rates():
@@ -168,9 +179,7 @@ def main():
             extra["spec_name"], extra["spec_module_path"] = "EmulatedCudaSpec", EMULATED_CUDA
         place = None
         if peers:
-            place = PeerOptions(
-                "127.0.0.1", free_port("127.0.0.1"), "secret", f"{folder}/peers/layout"
-            )
+            place = PeerOptions("127.0.0.1", steady_port(), "secret", f"{folder}/peers/layout")
             waits = TransferSettings(wait_s=5.0)
             meet_peers(waits, {"kv_transfer_config": config}, None, place)
         model = make_tiny_model(Path(tempfile.gettempdir()) / "kappa-lmcache-model", CORPUS)

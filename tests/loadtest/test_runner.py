@@ -54,6 +54,13 @@ def begin(
     return Run(runner, asyncio.create_task(work()), records)
 
 
+async def until_held_back(run: Run, count: int) -> None:
+    """Until so many requests have found no slot."""
+    async with asyncio.timeout(30):
+        while run.runner.counts.held_back < count:
+            await asyncio.sleep(0.001)
+
+
 def errors(records: Records) -> dict[tuple[str, int], str]:
     return {key: record.error for key, record in records.items()}
 
@@ -107,6 +114,7 @@ async def test_stream_bound_holds_requests_back_and_counts_their_wait() -> None:
     async with rude() as server:
         run = begin(server, (session(f"s{i}", f"wait s{i}") for i in range(5)), in_flight=2)
         await server.until_received(2)
+        await until_held_back(run, 3)
         server.gate.set()
         records = await run.end()
     assert (server.most_at_once, run.runner.counts.held_back) == (2, 3)
@@ -175,13 +183,16 @@ async def test_a_second_stop_does_not_wait_for_the_grace() -> None:
 
 
 async def test_a_stop_before_a_retry_keeps_what_became_of_the_attempt() -> None:
-    sessions = [session("a", "503 a"), session("b", "hang b", arrival_s=0.01)]
+    sessions = [session("a", "later-503 a"), session("b", "hang b", arrival_s=0.01)]
     async with rude() as server:
-        # While a waits before its second attempt, b takes the only slot.
         run = begin(server, sessions, retries=1, in_flight=1, grace_s=0.1)
+        await server.until_received(1)
+        await until_held_back(run, 1)
+        # While a waits before its second attempt, b takes the only slot.
+        server.gate.set()
+        server.gate.clear()
         await server.until_received(2)
-        while run.runner.counts.held_back < 1:
-            await asyncio.sleep(0.01)
+        await until_held_back(run, 2)
         run.runner.stop()
         records = await run.end()
     assert server.received == ["a", "b"]

@@ -137,7 +137,7 @@ def test_hang_patience_is_120_s_plus_ten_longest_steps_and_loads():
 FENCED = """
 import sys
 from kappa_workers.reaper import fence
-thread = fence(2.0)
+thread = fence(5.0)
 print("fenced", flush=True)
 sys.stdin.read()
 """
@@ -151,7 +151,7 @@ def test_a_fence_ends_a_process_that_is_stopped():
     try:
         assert owner.stdout.readline() == "fenced\n"
         with pytest.raises(subprocess.TimeoutExpired):
-            owner.wait(4.0)
+            owner.wait(7.0)
         owner.send_signal(signal.SIGSTOP)
         assert owner.wait(_PATIENCE_S) == -signal.SIGKILL
     finally:

@@ -62,6 +62,7 @@ class Bench:
         self.stats.bind(f"ipc://{folder}/stats")
         self.kv = self.context.socket(zmq.SUB)
         self.kv.setsockopt(zmq.SUBSCRIBE, b"")
+        self.connected = self.kv.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self.kv.connect(f"ipc://{folder}/kv")
         shape = shape or ModelShape("tiny", 2, 64, 2, 1, 32, 5e5, 5e5, "gqa", 4.0, 4.0)
         plan = WorkerPlan(
@@ -99,10 +100,12 @@ class Bench:
 async def running(bench):
     await bench.engine.start()
     try:
+        assert bench.connected.poll(PATIENCE_MS)  # who subscribes late hears less
         async with asking(bench.engine) as bench.client:
             yield bench
     finally:
         await bench.engine.shutdown()
+        bench.kv.disable_monitor()
         bench.context.destroy(linger=0)
 
 

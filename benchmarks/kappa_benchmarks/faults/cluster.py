@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import queue
 import re
-import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -309,15 +311,16 @@ def launch(
 
 def first_line(process: subprocess.Popen[str], begins: str, timeout_s: float) -> str:
     """The first line of its output that begins so; empty: it ended, or printed none in time."""
-    assert process.stdout is not None
-    deadline_s = time.monotonic() + timeout_s
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while time.monotonic() < deadline_s and process.poll() is None:
-            if selector.select(timeout=1.0):
-                line = process.stdout.readline()
-                if line.startswith(begins):
-                    return line
+    output, found = process.stdout, queue.SimpleQueue[str]()
+    assert output is not None
+    # On a thread: who waits for the pipe does not see lines that have been read ahead.
+    find = partial(next, (line for line in output if line.startswith(begins)), "")
+    threading.Thread(target=lambda: found.put(find()), daemon=True).start()
+    deadline_s, over = time.monotonic() + timeout_s, False
+    while not over:
+        over = process.poll() is not None or time.monotonic() > deadline_s
+        with suppress(queue.Empty):
+            return found.get(timeout=1.0)
     return ""
 
 

@@ -166,12 +166,14 @@ class _Run:
     deaths: list[Death] = field(default_factory=list)
     _lasting: list[tuple[float, float, str]] = field(default_factory=list)
     _open: dict[int, Bad] = field(default_factory=dict)
+    _known: dict[str, list[int]] = field(default_factory=dict)
     _start_s: float = 0.0
     _done: deque[Bad] = field(default_factory=lambda: deque(maxlen=24))
 
     async def all(self) -> None:
         plan = self.plan
         drawn = bad_requests(plan.seed, plan.requests, self.target.model, MARKER, plan.schemas)
+        self._known = await aside(self._processes)
         self._start_s = time.monotonic()
         watch = asyncio.create_task(self._watch())
         timeout = aiohttp.ClientTimeout(total=plan.bound_s)
@@ -179,10 +181,11 @@ class _Run:
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             await asyncio.gather(*(self._sender(session, drawn) for _ in range(plan.at_once)))
         self.seconds = time.monotonic() - self._start_s
-        await asyncio.sleep(_LOOK_S)  # for the death that the last one caused
         watch.cancel()
         with suppress(asyncio.CancelledError):
             await watch
+        await asyncio.sleep(_LOOK_S)  # for the death that the last one caused
+        await self._look()
 
     def beside(self, seen: Sequence[Observed]) -> tuple[tuple[str, ...], ...]:
         """The slowest of these requests, each with what took long and overlapped it the most."""
@@ -231,20 +234,23 @@ class _Run:
             return type(error).__name__, repr(error)
 
     async def _watch(self) -> None:
-        known = await aside(self._processes)
         while True:
             await asyncio.sleep(_LOOK_S)
-            now = await aside(self._processes)
-            pids = [(name, pid) for name, mine in known.items() for pid in mine]
-            lost = [f"{name} {pid}" for name, pid in pids if not alive(pid)]
-            if any(now.values()):
-                lost += [f"worker {name}" for name in known if not now.get(name)]
-            if lost:
-                suspects = [_shown(bad) for bad in (*self._done, *self._open.values())]
-                at_s = time.monotonic() - self._start_s
-                self.deaths.append(Death(at_s, tuple(lost), tuple(suspects)))
-                known = now
-            known = {**known, **now}
+            await self._look()
+
+    async def _look(self) -> None:
+        """Note the processes that have died since the last look."""
+        known, now = self._known, await aside(self._processes)
+        pids = [(name, pid) for name, mine in known.items() for pid in mine]
+        lost = [f"{name} {pid}" for name, pid in pids if not alive(pid)]
+        if any(now.values()):
+            lost += [f"worker {name}" for name in known if not now.get(name)]
+        if lost:
+            suspects = [_shown(bad) for bad in (*self._done, *self._open.values())]
+            at_s = time.monotonic() - self._start_s
+            self.deaths.append(Death(at_s, tuple(lost), tuple(suspects)))
+            known = now
+        self._known = {**known, **now}
 
     def _processes(self) -> dict[str, list[int]]:
         """Pids of each worker that the router knows and of its engine."""

@@ -9,7 +9,14 @@ import time
 
 import pytest
 
-from kappa_benchmarks.faults.cluster import INJECT, Family, alive, environment, kill
+from kappa_benchmarks.faults.cluster import (
+    INJECT,
+    Family,
+    alive,
+    environment,
+    first_line,
+    kill,
+)
 
 _PATIENCE_S = 10.0
 
@@ -50,6 +57,19 @@ def test_a_child_that_outlives_its_parent_is_a_survivor(parent):
     until(lambda: not alive(child))
     kill([child])  # gone: nothing to do
     assert family.strays() == []
+
+
+@pytest.mark.parametrize(
+    ("written", "lasts_s", "line"),
+    [("said\n{1}\n{2}\n", 60, "{1}\n"), ("said\n{1}\n", 0, "{1}\n"), ("said\n", 0, "")],
+)
+def test_first_line_is_found_in_what_was_written_at_once(written, lasts_s, line):
+    code = f"import os, time; os.write(1, {written.encode()!r}); time.sleep({lasts_s})"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as one:
+        if not lasts_s:
+            one.wait(20.0)
+        assert first_line(one, "{", 20.0) == line
+        one.kill()
 
 
 def run_in(folder, code, faults):

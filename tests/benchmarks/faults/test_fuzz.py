@@ -1,6 +1,7 @@
 """The live fuzz against a real HTTP server that misbehaves: its complaints, and that
 a worker's death is found with the requests that were open then."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -110,7 +111,13 @@ async def test_what_is_wrong_is_shown_with_its_request(process):
     assert {"60 answers were wrong", "2 reservations are left"} <= set(done.broken())
 
 
-async def test_a_dead_worker_is_found_with_the_requests_of_that_moment(process):
+async def test_a_dead_worker_is_found_with_the_requests_of_that_moment(process, monkeypatch):
+    async def slowly(question):
+        await asyncio.sleep(0.5)  # longer than all requests take
+        return question()
+
+    monkeypatch.setattr(fuzzing, "aside", slowly)
+
     def kill(request):
         process.kill()
         process.wait()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -27,10 +28,12 @@ def test_a_row_is_broken_by_slowness_refusals_or_leaks():
 async def test_every_kind_of_traffic_sends_what_it_says(name, monkeypatch):
     kind = replace(KINDS.get(name, FAIR), clients=2)
     monkeypatch.setattr(isolating, "_kind", lambda _name: kind)
-    got = []
+    got, now_s = [], [0.0]
+    monkeypatch.setattr(isolating, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
 
     async def endpoint(request):
         got.append((request.method, request.path, await request.read()))
+        now_s[0] = 60.0  # the traffic has lasted long enough
         return web.json_response(REFUSAL, status=429)
 
     app = web.Application(client_max_size=1 << 24)
@@ -38,7 +41,7 @@ async def test_every_kind_of_traffic_sends_what_it_says(name, monkeypatch):
     monkeypatch.setattr(isolating, "_SLOW_S", 0.0)
     async with TestServer(app) as server:
         url = str(server.make_url("")).rstrip("/")
-        statuses = await asyncio.to_thread(attack, url, "m", name, 1.0)
+        statuses = await asyncio.to_thread(attack, url, "m", name, 60.0)
     assert set(statuses) == {"429"}
     method, path, body = got[0]
     if name == "decisions":

@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
+from kappa_workers.paced import disk_tier
 from kappa_workers.paced.connector import CpuHostTierConnector
 from kappa_workers.paced.disk_file import DiskFile
 from kappa_workers.paced.disk_tier import DiskNews, DiskRoute, DiskTierManager, DiskWrite
@@ -242,7 +243,8 @@ def test_route_copies_the_rest_when_one_disk_block_is_missing(bench):
     assert torch.equal(here.device[1][9], here.host[1][1])
 
 
-def test_writes_give_way_to_loads_for_a_moment(bench):
+def test_writes_give_way_to_loads_for_a_moment(bench, monkeypatch):
+    monkeypatch.setattr(disk_tier, "_GIVE_WAY_S", 20.0)
     looks = iter([True, True, False])
     here = bench(loading=lambda: next(looks))
     assert here.written(DiskWrite(1, [0], [0])).written == {1: True}

@@ -37,6 +37,7 @@ class Bench:
         self.stats.bind(f"ipc://{folder}/stats")
         self.kv = self.context.socket(zmq.SUB)
         self.kv.setsockopt(zmq.SUBSCRIBE, b"")
+        self.connected = self.kv.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self.kv.connect(f"ipc://{folder}/kv")
         limits = EngineLimits(60, BLOCK, 17, 40 * BLOCK * 2, 16, 4, "float32")
         ends = Endpoints(f"ipc://{folder}/stats", f"ipc://{folder}/kv")
@@ -78,10 +79,12 @@ async def bench(tmp_path, monkeypatch):
     monkeypatch.setenv("KAPPA_EMULATED_FAULTS", str(tmp_path / "faults.json"))
     made = Bench(tmp_path)
     await made.engine.start()
-    made.kv.poll(300)  # a subscriber hears nothing before its connection stands
+    # A subscriber hears nothing before its connection stands.
+    assert made.connected.poll(PATIENCE_MS)
     async with asking(made.engine) as made.client:
         yield made
     await made.engine.shutdown()
+    made.kv.disable_monitor()
     made.context.destroy(linger=0)
 
 

@@ -1,5 +1,6 @@
 """The host tier's copy engine: bytes, order, waiting and pace, on real tensors."""
 
+import threading
 import time
 
 import numpy as np
@@ -125,11 +126,13 @@ def test_a_paced_load_lasts_at_least_its_pace(tier, stats):
 def test_wait_for_load_ends_with_the_load_or_at_once_without_one(tier):
     copies = tier(LinkPace(token_s=1e-3))
     assert copies.finished(99) == {} and copies.worker.wait_for_load(60.0) is False
+    link, waits = copies.worker._loads, threading.Event()
+    wait_change = link.wait_change
+    link._sleep = lambda _: waits.wait(60)
+    link.wait_change = lambda timeout_s: waits.set() or wait_change(timeout_s)
     copies.load(1, [0], [0])
-    # True: a load was in flight. It may end while we look, so ask until it is there.
-    while copies.worker.wait_for_load(60.0) and not (done := copies.worker.get_finished()):
-        pass
-    assert [d.job_id for d in done] == [1]
+    assert copies.worker.wait_for_load(60.0) is True
+    assert [done.job_id for done in copies.worker.get_finished()] == [1]
 
 
 def test_wait_for_load_says_no_load_when_only_a_store_runs(tier):

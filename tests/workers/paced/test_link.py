@@ -69,9 +69,13 @@ class Bench:
         return waiter
 
     def close(self):
+        closing = threading.Thread(target=self.link.close)
+        closing.start()
+        while not self.link._closed:  # else pieces let go would be served
+            closing.join(0.001)
         for _ in range(1000):
             self._go.release()
-        self.link.close()
+        closing.join(PATIENCE_S)
 
 
 @pytest.fixture

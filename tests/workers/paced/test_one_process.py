@@ -48,7 +48,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from kappa_workers.paced import one_process
 from kappa_workers.reaper import own_engines
 from kappa_workers.paced.one_process import _Forking
-one_process._LOADED_WITHIN_S = 3.0
+one_process._LOADED_WITHIN_S = 6.0
 here, there = socket.socketpair()
 own_engines()
 one_process.setproctitle("ray::replica")
@@ -65,7 +65,7 @@ def engine(loads):
         print("named", flush=True)
     if loads:
         EngineCoreProc.run_busy_loop(None)
-    time.sleep(6)
+    time.sleep(8 if loads else 600)
     print("lasted", flush=True)
 
 EngineCoreProc.run_busy_loop = lambda core: print("serves", flush=True)

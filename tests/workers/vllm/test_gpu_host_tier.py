@@ -1,6 +1,7 @@
 """The host tier on GPUs: vLLM's own worker over an emulated CUDA, under our manager and reports."""
 
 import mmap
+import os
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,8 @@ BLOCK_BYTES = LAYERS * PAGE
 # A block takes a second of the emulated link, each way.
 BYTES_PER_S = BLOCK_BYTES
 WHO = ReqContext(req_id="r")
+# Its memory has this name in /dev/shm, where other processes' tests have theirs.
+ENGINE = f"kappa-test-{os.getpid()}"
 
 
 class Clock:
@@ -73,7 +76,7 @@ def config(rank=0, groups=(BLOCK_TOKENS,), ranks=1, **extra):
         worker_kv_bytes_per_block=BLOCK_BYTES,
         enable_kv_cache_events=True,
         extra_config={"cpu_bytes_to_use": ranks * 8 * BLOCK_BYTES, **extra},
-        engine_id=f"kappa-test-{id(extra):x}",
+        engine_id=f"{ENGINE}-{id(extra):x}",
         model=OffloadingModelConfig("m", "float32"),
         cache=OffloadingCacheConfig(BLOCK_TOKENS, 1),
         parallel=OffloadingParallelConfig(rank, ranks, ranks, 1, 1, 1, 0, 1, None, True),
@@ -106,7 +109,7 @@ def tier(cuda, stats):
     for worker in made:
         worker.shutdown()
         assert worker not in LOAD_SOURCES
-    assert not list(Path("/dev/shm").glob("vllm_offload_kappa-test-*"))
+    assert not list(Path("/dev/shm").glob(f"vllm_offload_{ENGINE}-*"))
 
 
 def test_peers_read_and_write_what_vllms_worker_stores(tier, cuda, tmp_path):

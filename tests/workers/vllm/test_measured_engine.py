@@ -327,16 +327,16 @@ def test_measure_engine_names_what_failed_and_measures_the_rest(monkeypatch):
             connector_worker=SimpleNamespace(worker=tier, spec=SimpleNamespace(host_blocks=blocks))
         )
         monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", made)
-        found = measure_engine(engine, execute, worker.sample, LAW.to_dict(), 0.4)
+        found = measure_engine(engine, execute, worker.sample, LAW.to_dict(), 30.0)
         assert why in found["unmeasured"][0] and "h2d" not in found
         assert len(found["unmeasured"]) == 1 and found["step"]["steps"] > 5
         assert worker.connector == "on" and kv_transfer_state._KV_CONNECTOR_AGENT is made
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)
     staged = SimpleNamespace(world_size=2, pipeline_parallel_size=2)
     halves = SimpleNamespace(**{**vars(engine), "parallel_config": staged})
-    found = measure_engine(halves, execute, worker.sample, LAW.to_dict(), 0.4)
+    found = measure_engine(halves, execute, worker.sample, LAW.to_dict(), 30.0)
     assert found == {"unmeasured": ["a step: its stages run on several devices in turn"]}
-    broken = measure_engine(engine, lambda _: 1 / 0, worker.sample, LAW.to_dict(), 0.4)
+    broken = measure_engine(engine, lambda _: 1 / 0, worker.sample, LAW.to_dict(), 30.0)
     assert list(broken) == ["unmeasured"]
     assert "a step: ZeroDivisionError" in broken["unmeasured"][0]
     assert not caches[0].any() and not caches[1][0].any()

@@ -286,8 +286,11 @@ def test_handed_over_prompt_is_waited_for_until_stored(tier):
     assert taker.found(1, 2, 3) == [HIT, HIT, MISS], "a block that no one stores is not waited for"
 
 
-def test_fetch_gives_up_on_a_store_that_never_ends(tier):
-    giver, taker = tier(wait_s=0.2), tier()
+def test_fetch_gives_up_on_a_store_that_never_ends(tier, monkeypatch):
+    passed_s = [0.0]  # by its clock no time passes but while it waits for the store
+    clock = SimpleNamespace(monotonic=lambda: sum(passed_s), sleep=lambda _: passed_s.append(1.0))
+    monkeypatch.setattr(peer_server, "time", clock)
+    giver, taker = tier(), tier()
     giver.store(1)
     giver.manager.prepare_store([key(2)], CONTEXT)
     taker.fetch(giver.endpoint, [1, 2], handed=True)
@@ -422,7 +425,7 @@ def test_connections_without_the_token_keep_no_reader_out(tier, monkeypatch):
 
 
 def test_a_peer_that_trickles_its_answer_is_given_up(tier):
-    taker, listener = tier(wait_s=0.2), socket.create_server((HOST, 0))
+    taker, listener = tier(wait_s=2.0), socket.create_server((HOST, 0))
     ended = []
 
     def answer():

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kappa_benchmarks.faults.cluster import alive
 from kappa_benchmarks.routing.peers.routers import PeerError, dynamo_python, started
 
 ROOT = Path(__file__).parents[4]
@@ -84,6 +85,6 @@ asyncio.run(main())
     bench.wait()
     bench.stdout.close()
     deadline_s = time.monotonic() + 30
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    while alive(pid):
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
