@@ -31,7 +31,6 @@ from kappa_workers.vllm.options import (
     PeerOptions,
     SchedulerOptions,
 )
-from kappa_workers.vllm.tail_recompute import TAIL
 
 # vLLM on a CPU: no thread binding and one thread per engine, so that engines share the cores;
 # short queue spins (kappa_workers.vllm_plugin); float32, since bf16 fails on short prompts there.
