@@ -64,8 +64,6 @@ class SimulationConfig:
     admission: bool = False
     # Behaviour of clients that are refused, or wait.
     clients: Clients = field(default_factory=Clients)
-    # The router learns.
-    calibrate: bool = True
     # Routers, to which requests come by lot, and the seconds between what they tell each other of
     # their requests; 0: nothing.
     routers: int = 1
@@ -202,7 +200,6 @@ def _router(config: SimulationConfig, models: Sequence[NodeModel], first: float)
             index_blocks=blocks,
             stale_after_s=float("inf"),
             forecast_workers=0,
-            calibrate=config.calibrate,
             admission=config.admission,
             first=first,
             planner_of=planner_of,

@@ -154,7 +154,7 @@ def test_loads_by_layers_are_sooner_and_as_well_predicted(config):
     runs = {}
     for load in ("ahead", "layers"):
         cluster = SimulatedCluster("one", (replace(node, load=load),))
-        runs[load] = simulate(lone.replaced(cluster=cluster, calibrate=False)).records
+        runs[load] = simulate(lone.replaced(cluster=cluster)).records
     ahead, layers = runs["ahead"], runs["layers"]
     loaded = (layers.cached_tokens > 0) & (ahead.cached_tokens == layers.cached_tokens)
     assert loaded.sum() >= 15

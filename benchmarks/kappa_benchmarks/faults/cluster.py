@@ -27,6 +27,8 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from kappa_loadtest.run_folder import write_whole
+
 T = TypeVar("T")
 
 INJECT = Path(__file__).with_name("inject")
@@ -225,11 +227,11 @@ class Target:
 
     def set_engine_faults(self, faults: Mapping[str, Mapping[str, Any]]) -> None:
         """Faults of emulated engines, by worker."""
-        self._write("engines.json", faults)
+        write_whole(self.folder / "engines.json", json.dumps(faults).encode())
 
     def set_process_faults(self, faults: Mapping[str, Any]) -> None:
         """Faults of processes: `clock` by pid, `full` folders."""
-        self._write("processes.json", faults)
+        write_whole(self.folder / "processes.json", json.dumps(faults).encode())
 
     def close(self) -> None:
         self.http.close()
@@ -238,12 +240,6 @@ class Target:
         with suppress(httpx.HTTPError, ValueError, KeyError):
             return list(self.http.get(path).json()[key])
         return []
-
-    def _write(self, name: str, content: Mapping[str, Any]) -> None:
-        """Replace the file in one step, so that no reader sees half a file."""
-        new = self.folder / f"{name}.new"
-        new.write_text(json.dumps(content), encoding="utf-8")
-        new.replace(self.folder / name)
 
 
 async def aside(question: Callable[[], Any]) -> Any:
