@@ -354,11 +354,6 @@ class Pool:
         """The prefix index of the first model; None before a worker has joined."""
         return next((model.index for model in self.models.values()), None)
 
-    @property
-    def hasher(self) -> PrefixHasher | None:
-        """The prompt hasher of the first model; None before a worker has joined."""
-        return next((model.hasher for model in self.models.values()), None)
-
     def held_blocks(self) -> dict[str, dict[str, int]]:
         """`PrefixIndex.held_blocks` of all models together: a worker serves one."""
         held: dict[str, dict[str, int]] = {}

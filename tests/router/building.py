@@ -62,6 +62,11 @@ def prompt(tokens, seed=0):
     return np.random.default_rng(seed).integers(0, 1000, tokens)
 
 
+def hasher_of(made):
+    """The prompt hasher of a router's first model."""
+    return next(iter(made.models.values())).hasher
+
+
 def ask(name="r", tokens=100, seed=0, **options):
     """A request with a random prompt; None: one that could not be tokenized."""
     token_ids = None if tokens is None else prompt(tokens, seed)

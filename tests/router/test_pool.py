@@ -13,7 +13,7 @@ from kappa_router.engine_queue import EngineJob
 from kappa_router.index.kv_event_types import WorkerReset
 from kappa_simulator.loop import Loop
 from tests.router import building
-from tests.router.building import NEVER, SIZE, announcement, prompt, stored
+from tests.router.building import NEVER, SIZE, announcement, hasher_of, prompt, stored
 
 STEP = announcement("w").step
 
@@ -51,7 +51,7 @@ def test_first_worker_sets_what_the_pool_serves():
     assert list(made.workers) == ["a"]
     made.leave("a")
     made.join(announcement("b", fingerprint="g", block_tokens=32), 0.0)
-    assert made.hasher.block_tokens == 32
+    assert hasher_of(made).block_tokens == 32
 
 
 def test_worker_of_other_blocks_is_refused_with_any_fingerprint():
@@ -133,7 +133,7 @@ def cached(made):
 
 
 def hold(made, worker, blocks, first=0, tier="host"):
-    hashes = made.hasher.prefix_hashes(TOKENS)
+    hashes = hasher_of(made).prefix_hashes(TOKENS)
     made.index.hold(worker, tier, hashes[first : first + blocks])
 
 
@@ -141,7 +141,7 @@ def test_worker_is_priced_with_what_its_server_has():
     made = sharing("s", "s", "")
     hold(made, "w0", BLOCKS)
     assert cached(made) == [320, 320, 0]
-    made.index.drop("w0", "host", made.hasher.prefix_hashes(TOKENS)[-5:])
+    made.index.drop("w0", "host", hasher_of(made).prefix_hashes(TOKENS)[-5:])
     assert cached(made) == [240, 240, 0], "blocks that left the server count for none"
 
 

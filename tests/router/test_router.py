@@ -23,6 +23,7 @@ from tests.router.building import (
     SIZE,
     announcement,
     ask,
+    hasher_of,
     outcome,
     prompt,
     router,
@@ -330,7 +331,7 @@ def fetching(net_bytes_per_s, spare_blocks=10_000, policy="priced_fetch"):
         made.join(announcement(worker, net_bytes_per_s=net_bytes_per_s), 0.0)
     made.report(WorkerReport("b", 0.5, host_spare_blocks=spare_blocks), 0.5)
     made.blocks([stored("a", prompt(20_000), tier="device")])
-    made.index.hold("a", "host", made.hasher.prefix_hashes(prompt(20_000)))
+    made.index.hold("a", "host", hasher_of(made).prefix_hashes(prompt(20_000)))
     for i in range(6):
         made.route(ask(f"busy{i}", tokens=25_000, seed=50 + i, exclude=frozenset({"b"})), 1.0)
     return made
@@ -363,7 +364,7 @@ def test_fetch_needs_room_beside_what_was_promised():
 
 def test_hashes_from_outside_are_as_good_as_token_ids():
     made = router("a", "b", forecast_workers=0)
-    hashes = made.hasher.prefix_hashes(prompt(1600))
+    hashes = hasher_of(made).prefix_hashes(prompt(1600))
     made.index.hold("b", "host", hashes[:50])
     request = RouteRequest("r", prefix_hashes=hashes, prompt_tokens=1600, max_tokens=5)
     chosen = made.route(request, 1.0).chosen

@@ -10,7 +10,7 @@ import pytest
 from kappa_router import engine_fit, json_body
 from kappa_router.index.prefix_hash import PrefixHasher
 from tests.packages import PACKAGES, ROOT
-from tests.router.building import ask, prompt, router, small
+from tests.router.building import ask, hasher_of, prompt, router, small
 
 BODIES = (
     b'{"a": "\\"[,]", "messages": [{"role": "user", "content": "x, {y}"}], "n": [1, 2, [3]]}',
@@ -30,7 +30,9 @@ def decided(policy):
     made, rng = router(small("a"), small("b", "c2c"), "c", policy=policy), np.random.default_rng(1)
     for at in range(60):
         if at % 7 == 0:
-            made.index.hold("abc"[at % 3], "host", made.hasher.prefix_hashes(prompt(160, at % 4)))
+            made.index.hold(
+                "abc"[at % 3], "host", hasher_of(made).prefix_hashes(prompt(160, at % 4))
+            )
         name = f"r{at}"
         chosen = made.route(ask(name, int(rng.integers(1, 400)), at % 4), at / 10)
         yield [chosen.worker, chosen.reason, chosen.chosen.ttft_s]

@@ -98,8 +98,8 @@ class BusyRouter:
         )  # fmt: skip
         for number in range(nodes):
             self._router.join(_announcement(number), 0.0)
-        assert self._router.index is not None
-        self.index = self._router.index
+        (model,) = self._router.models.values()
+        self.index, self._hasher = model.index, model.hasher
         self._system = self._tokens(_SYSTEM_PROMPT_TOKENS)
         self.prompts = {
             length: [
@@ -116,8 +116,7 @@ class BusyRouter:
 
     def rows(self, repeats: int) -> Iterator[Row]:
         """A result row per length and form of input."""
-        hasher = self._router.hasher
-        assert hasher is not None
+        hasher = self._hasher
         for length in LENGTHS:
             hashes = [hasher.prefix_hashes(prompt) for prompt in self.prompts[length]]
             for form in ("array", "list"):
