@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -35,6 +36,8 @@ _CGROUP_FILES = (
 )
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _POLL_S = 0.2
+# Above those of Ray's workers, below Kubernetes' of nodes and what Linux gives out.
+_PORTS = range(20_000, 30_000)
 
 
 @cache
@@ -190,12 +193,17 @@ def free_port(host: str) -> int:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """So many TCP ports on `host`, all different, that nothing listens on now."""
+    """So many TCP ports on `host`, all different, that nothing listens on now; OSError where that
+    is not this machine's. Linux gives none of them to who asks for any, before it is used."""
+    found = list[int]()
     with ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((host, 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+        held.enter_context(socket.socket()).bind((host, 0))
+        while len(found) < count:
+            port = secrets.choice(_PORTS)
+            with suppress(OSError):
+                held.enter_context(socket.socket()).bind((host, port))
+                found.append(port)
+    return found
 
 
 def die_with_parent(parent: int | None = None) -> None:
