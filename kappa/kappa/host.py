@@ -11,12 +11,12 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-import secrets
+import random
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
@@ -37,7 +37,8 @@ _CGROUP_FILES = (
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _POLL_S = 0.2
 # Above those of Ray's workers, below Kubernetes' of nodes and what Linux gives out.
-_PORTS = range(20_000, 30_000)
+_PORTS: Sequence[int] = range(20_000, 30_000)
+_RANDOM = random.SystemRandom()
 
 
 @cache
@@ -198,12 +199,13 @@ def free_ports(host: str, count: int) -> list[int]:
     found = list[int]()
     with ExitStack() as held:
         held.enter_context(socket.socket()).bind((host, 0))
-        while len(found) < count:
-            port = secrets.choice(_PORTS)
+        for port in _RANDOM.sample(_PORTS, len(_PORTS)):
             with suppress(OSError):
                 held.enter_context(socket.socket()).bind((host, port))
                 found.append(port)
-    return found
+            if len(found) == count:
+                return found
+    raise OSError(f"{host} has {len(found)} free ports of {_PORTS}, and {count} are needed")
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -12,8 +12,8 @@ import aiohttp
 import psutil
 import pytest
 
+from kappa.host import free_port
 from kappa_benchmarks.faults.cluster import alive
-from tests.ports import steady_port
 from tests.router.front.conftest import chat, until
 from tests.router.front.offering import FakeServer, serving, stream_of
 
@@ -42,7 +42,7 @@ async def route(tmp_path, url, port, peers=()):
 @asynccontextmanager
 async def routed(server, tmp_path, port=0, peers=()):
     """The command, once it takes requests: its process, and a client."""
-    port = port or steady_port()
+    port = port or free_port("127.0.0.1")
     process = await route(tmp_path, server.url, port, peers)
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
         try:
@@ -94,7 +94,7 @@ async def test_route_lets_open_streams_end_when_it_is_stopped(tmp_path):
 
 
 async def test_two_routes_know_each_others_requests(tmp_path):
-    ports = steady_port(), steady_port()
+    ports = free_port("127.0.0.1"), free_port("127.0.0.1")
     async with (
         serving(FakeServer()) as (server,),
         # Each is named the other and itself, as by a headless Service.

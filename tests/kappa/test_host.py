@@ -23,3 +23,5 @@ def test_free_ports_are_none_that_somebody_has(monkeypatch):
     with socket.socket() as held:
         held.bind(("127.0.0.1", taken))
         assert free_ports("127.0.0.1", 1) == [other]
+        with pytest.raises(OSError, match="has 1 free ports"):
+            free_ports("127.0.0.1", 2)

@@ -23,12 +23,12 @@ from ray.llm._internal.serve.core.engine.protocol import LLMEngine
 from ray.serve.llm import LLMConfig, build_openai_app
 
 from kappa.hardware import NodeProfile
+from kappa.host import free_port
 from kappa.settings.cluster import load_settings
 from kappa_deploy.app.model import prepare_model
 from kappa_router.ray_router import KappaRouter
 from kappa_workers.announcing import AnnouncingServer
 from kappa_workers.vllm.arguments import CPU_ENV
-from tests.ports import steady_port
 
 # What Ray imports it as: `__main__` is another module in its processes, and in those that join.
 _HERE = "tests.live.plain_ray_app"
@@ -133,7 +133,7 @@ def main() -> None:
     unlike = "unlike" in sys.argv[1:]
     server_cls = f"{_HERE}.UnlikeServer" if unlike else "kappa_workers.announcing.AnnouncingServer"
     model = prepare_model(load_settings())
-    port = steady_port()
+    port = free_port("127.0.0.1")
     rays = {"num_cpus": 12, "resources": {"rack-a": 1}, "include_dashboard": False}
     ray.init("local", **rays, log_to_driver=False, logging_level="ERROR")
     serve.start(

@@ -20,6 +20,7 @@ import zmq
 
 from kappa.cost import step_model
 from kappa.hardware import node_profile
+from kappa.host import free_port
 from kappa.model import kv_bytes_per_token
 from kappa.protocol import PLAN_KEY
 from kappa.settings.engine import EngineSettings, TransferSettings
@@ -28,7 +29,6 @@ from kappa_workers.tiny_model import make_tiny_model
 from kappa_workers.vllm.arguments import CPU_ENV, EngineTier, meet_peers, transfer_config
 from kappa_workers.vllm.options import PeerOptions
 from kappa_workers.vllm.tail_recompute import LOAD_ALL, tail_rates
-from tests.ports import steady_port
 
 # What the engine's processes report of a prompt is here so soon after its answer, most often.
 _NEWS_S, _PATIENCE_S = 0.5, 30.0
@@ -179,7 +179,9 @@ def main():
             extra["spec_name"], extra["spec_module_path"] = "EmulatedCudaSpec", EMULATED_CUDA
         place = None
         if peers:
-            place = PeerOptions("127.0.0.1", steady_port(), "secret", f"{folder}/peers/layout")
+            place = PeerOptions(
+                "127.0.0.1", free_port("127.0.0.1"), "secret", f"{folder}/peers/layout"
+            )
             waits = TransferSettings(wait_s=5.0)
             meet_peers(waits, {"kv_transfer_config": config}, None, place)
         model = make_tiny_model(Path(tempfile.gettempdir()) / "kappa-lmcache-model", CORPUS)

@@ -15,9 +15,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from kappa.host import free_port
 from tests.deploy.test_route_process import ready
 from tests.packages import ROOT
-from tests.ports import steady_port
 from tests.router.front.conftest import chat
 from tests.router.front.offering import FakeServer, serving
 
@@ -107,7 +107,7 @@ async def test_router_image_serves_from_what_its_steps_make():
         env, command = played(ROOT / "deploy/docker/router.Dockerfile", Path(folder))
         shutil.rmtree(Path(folder) / "src")
         shutil.rmtree(Path(folder) / "python/lib")  # The second stage has neither.
-        port = steady_port()
+        port = free_port("127.0.0.1")
         async with serving(FakeServer()) as (server,):
             process = await asyncio.create_subprocess_exec(
                 *command, "-b", f"{server.url}=pcie", "--port", str(port), cwd=folder,
