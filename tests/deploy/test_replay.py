@@ -110,6 +110,32 @@ async def test_a_run_reports_and_its_exit_code_is_the_objective(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("no_pictures")
+async def test_replay_deals_sessions_to_tenants_that_have_keys(tmp_path: Path) -> None:
+    file = recorded(tmp_path / "w.jsonl", *((f"well {one}",) for one in "abc"))
+    words = ("--arrivals", "constant:100", "--tenant-key", "x=sk-x", "--tenant-key", "y=sk-y")
+    async with rude({"/v1/models": cards}) as server:
+        code, out, _ = await ran(
+            file,
+            *words,
+            "--priority",
+            "y=2",
+            "--url",
+            server.url,
+            "--json",
+            "--out",
+            tmp_path / "r",
+        )
+        sent = [
+            (headers["Authorization"], body.get("priority"))
+            for headers, body in zip(server.headers[-3:], server.bodies[-3:], strict=True)
+        ]
+    assert code == 0 and sorted(sent) == [
+        ("Bearer sk-x", None), ("Bearer sk-x", None), ("Bearer sk-y", 2)
+    ]  # fmt: skip
+    assert {row["name"]: row["requests"] for row in json.loads(out)["tenants"]} == {"x": 2, "y": 1}
+
+
+@pytest.mark.usefixtures("no_pictures")
 async def test_an_objective_that_was_not_required_cannot_be_missed(tmp_path: Path) -> None:
     profile = CATALOGUE["h100-pcie5"].to_dict()
     row = {"node": "n", "paced": False, "emulated_model": "llama-3.1-8b", "profile": profile}
@@ -243,6 +269,7 @@ async def test_replay_counts_a_down_endpoint_only_if_a_model_is_named(
         (("FILE", "--url", "localhost:80"), "'localhost:80' is no endpoint"),
         (("FILE", "--url", "URL", "--resume", "NONE"), "holds no run"),
         (("FILE", "--url", "URL", "--tenant-key", "secret"), "give TENANT=KEY"),
+        (("FILE", "--url", "URL", "--priority", "a=1"), "give --tenant-key a=KEY"),
         (("FILE", "--url", "http://me:secret@h"), "give --key instead"),
         (("FILE", "--url", "URL", "--slo-share", "0.9"), "give --slo-ttft or --slo-tpot"),
     ],

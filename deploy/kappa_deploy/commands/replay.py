@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,7 +43,8 @@ def replay(
     ] = 10.0,
     key: console.ApiKey = None,
     tenant_key: Annotated[
-        list[str] | None, typer.Option(help="TENANT=KEY, for requests of a workload's tenant.")
+        list[str] | None,
+        typer.Option(help="TENANT=KEY, again for each; sessions are dealt to these in turn."),
     ] = None,
     slo_ttft: Annotated[float | None, typer.Option(help="Seconds to the first token.")] = None,
     slo_tpot: Annotated[float | None, typer.Option(help="Seconds per later token.")] = None,
@@ -116,6 +117,12 @@ def _ready(
     and are counted. A run that goes on needs its answer, to send what it would have sent.
     """
     workload = options.open()
+    tenants = [name for name in keys if name]
+    if foreign := options.priorities().keys() - {"", *tenants}:
+        raise ValueError(f"--priority names {min(foreign)!r}: give --tenant-key {min(foreign)}=KEY")
+    if tenants:
+        dealt = zip(workload.sessions, cycle(tenants), strict=False)
+        workload = replace(workload, sessions=tuple(replace(s, tenant=t) for s, t in dealt))
     count = sum(len(session.turns) for session in workload.sessions)
     took = f"{options.workload}: {count:,} requests of {len(workload.sessions):,} sessions"
     warn("\n  ".join([f"{took}, read as: {workload.source}", *workload.notes]), "dim")
