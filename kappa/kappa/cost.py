@@ -66,7 +66,8 @@ Bound = Literal["memory", "compute"]
 _chunk_pairs = interpreted(step_seconds.chunk_pairs)
 _computing_s, _steps_s = interpreted(step_seconds.computing_s), interpreted(step_seconds.steps_s)
 _weights_s = interpreted(step_seconds.weights_read_s)
-_transfer_s, _limited = map(interpreted, (step_seconds.transfer_s, step_seconds.limited_tokens))
+_transfer_s = interpreted(step_seconds.transfer_s)
+_limited = interpreted(step_seconds.limited_tokens)
 _steps_arrays_s: Any = interpreted(step_seconds.steps_s, max=np.maximum)
 
 # A context so long that the pairs among the new tokens do not count.

@@ -340,6 +340,5 @@ def engine_scheduler(settings: ClusterSettings) -> Any:
     s = settings.scheduler
     names = "max_skips", "due_after_s", "window", "slack_s", "credit", "class_s", "step_factor"
     config = {name: getattr(s, name) for name in (*names, "reserve")}
-    # Replicas have working folders of their own.
-    log = str(Path(s.log).absolute()) if s.log else None
-    return SchedulerOptions(s.name, config | {"weights": dict(settings.tenants.weights)}, log=log)
+    weights = dict(settings.tenants.weights)
+    return SchedulerOptions(s.name, config | {"weights": weights}, log=s.log)

@@ -47,6 +47,16 @@ def read_by(reader: Callable[[str], object]) -> AfterValidator:
     return AfterValidator(checked)
 
 
+def _from_here(value: str) -> str:
+    if not value.strip():
+        raise ValueError("is empty: name a file, or leave it out for no log")
+    return str(Path(value).absolute())
+
+
+LogFile = Annotated[str, AfterValidator(_from_here)] | None
+"""Becomes a whole path, since workers have working folders of their own; None: no log."""
+
+
 def refuse(faults: Iterable[Fault]) -> None:
     """Raise ValidationError with all faults, if there are any. Values, which may hold a key, are
     not repeated."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 
 from kappa.host import SCHEDULING_RULES, installed
-from kappa.settings.base import Finite, Section
+from kappa.settings.base import Finite, LogFile, Section
 
 ApproxName = Literal["never", "ask", "always"]
 
@@ -95,7 +95,7 @@ class SchedulerSettings(Section):
         description="longest step, as a multiple of one request's decoding step; 0: no bound",
     )
     reserve: bool = Field(True, description="set blocks aside for a starving request")
-    log: str | None = Field(None, description="file for JSON lines, one per iteration; none: off")
+    log: LogFile = Field(None, description="file for JSON lines, one per iteration; none: off")
     store_backlog_s: Finite = Field(
         10.0, ge=0, description="longest wait of a store to the host tier before it is dropped"
     )
@@ -108,13 +108,6 @@ class SchedulerSettings(Section):
         known = (*BUILT_IN, *installed(SCHEDULING_RULES))
         if value not in known:
             raise ValueError(f"{value!r} is not installed: choose one of {', '.join(known)}")
-        return value
-
-    @field_validator("log")
-    @classmethod
-    def _log_named(cls, value: str | None) -> str | None:
-        if value is not None and not value.strip():
-            raise ValueError("is empty: name a file, or leave it out for no log")
         return value
 
 

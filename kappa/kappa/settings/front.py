@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, FilePath, field_validator, model_val
 from kappa.checks import http_parts
 from kappa.protocol import DECIDED_PATHS, PASSED_PATHS
 from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings, open_door
-from kappa.settings.base import Finite, Section, settings_from
+from kappa.settings.base import Finite, Section, read_by, settings_from
 from kappa.settings.pools import Name, ProfileName, ShapeName
 from kappa.settings.routing import ObservingSettings, RouterSettings
 
@@ -30,23 +30,21 @@ def _server_url(value: str) -> str:
     return value.rstrip("/").removesuffix("/v1")
 
 
-def _passed_path(value: str) -> str:
+def _passed_path(value: str) -> None:
     """A path as clients send it; ValueError gives the reason."""
     if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", value) or {".", ".."} & set(value.split("/")):
         raise ValueError(f"{value!r} is no path: give one such as /v1/files")
-    return value
 
 
-def _set_variable(value: str) -> str:
+def _set_variable(value: str) -> None:
     """The name of an environment variable that holds a key; ValueError gives the reason."""
     if not os.environ.get(value):
         raise ValueError(f"the environment has no {value}: set it to the key that is wanted there")
-    return value
 
 
-KeyEnv = Annotated[str, AfterValidator(_set_variable)]
+KeyEnv = Annotated[str, read_by(_set_variable)]
 ServerUrl = Annotated[str, AfterValidator(_server_url)]
-PassedPath = Annotated[str, AfterValidator(_passed_path)]
+PassedPath = Annotated[str, read_by(_passed_path)]
 
 
 class BackendSettings(Section):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from kappa.checks import http_parts, steered_percent
-from kappa.settings.base import Finite, PriorityClass, Section, TenantName, read_by
+from kappa.settings.base import Finite, LogFile, PriorityClass, Section, TenantName, read_by
 from kappa.slo import OBJECTIVE
 
 PolicyName = Literal[
@@ -128,7 +127,7 @@ class ObservingSettings(Section):
     log_format: LogFormat = Field(
         "console", description="json: one object per line, with the request's id"
     )
-    log_file: str | None = Field(
+    log_file: LogFile = Field(
         None, description="file that every process of a machine appends its lines to, too"
     )
     otlp_endpoint: str | None = Field(
@@ -144,12 +143,6 @@ class ObservingSettings(Section):
     metrics: bool = Field(
         True, description="false: nothing is counted and /metrics is empty (to measure the cost)"
     )
-
-    @field_validator("log_file")
-    @classmethod
-    def _from_here(cls, value: str | None) -> str | None:
-        # Workers have working folders of their own.
-        return None if value is None else str(Path(value).absolute())
 
     @field_validator("otlp_endpoint")
     @classmethod
