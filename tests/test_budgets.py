@@ -82,8 +82,8 @@ def closure(start: str) -> set[str]:
     ("packages", "most"),
     [
         (PRODUCT, 48_969),  # goal: 37,000
-        (("benchmarks",), 10_998),  # goal: 9,000
-        (("tests",), 56_066),  # goal: 40,000
+        (("benchmarks",), 11_004),  # goal: 9,000
+        (("tests",), 56_197),  # goal: 40,000
     ],
 )
 def test_code_lines_stay_within_budget(packages, most):
