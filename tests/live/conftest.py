@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -135,6 +135,23 @@ def live(tmp_path_factory):
     record = folder / "router.jsonl"
     with serving(folder, CONFIG.format(record=record)) as ready:
         yield Live(ready, record)
+
+
+def below(pid):
+    """The processes that one has started, by title; those that end meanwhile are left out."""
+    found = {}
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            found[process] = " ".join(process.cmdline())
+    return found
+
+
+def listening(process):
+    """Where it listens, by TCP; nowhere if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        found = process.net_connections("tcp")
+        return [one.laddr for one in found if one.status == psutil.CONN_LISTEN]
+    return []
 
 
 @contextmanager

@@ -2,13 +2,14 @@
 
 import ipaddress
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+
+from tests.live.conftest import below, listening
 
 pytestmark = pytest.mark.live
 
@@ -39,7 +40,7 @@ def test_no_log_of_any_process_holds_text_of_a_prompt(live):
     ]
     assert statuses[0] == statuses[1] == 200 and sum(status >= 400 for status in statuses) >= 8
     live.wait_idle()
-    session = Path(os.path.realpath("/tmp/ray/session_latest"))
+    (session,) = Path("/tmp/ray").glob(f"session_*_{live.pid}")
     logs = [path for path in (session / "logs").rglob("*") if path.is_file()]
     assert logs
     holding = [path.name for path in logs if SECRET.encode() in path.read_bytes()]
@@ -55,30 +56,25 @@ def test_a_deadline_drops_what_waits_and_leaves_nothing_behind(live):
 
 def test_every_port_but_the_replicas_grpc_is_on_loopback(live):
     """Ray Serve binds one gRPC server of each replica to all addresses, and lets nobody choose."""
-    main = psutil.Process(live.pid)
     replicas, ports, elsewhere = set(), set(), []
-    for process in [main, *main.children(recursive=True)]:
-        name = " ".join(process.cmdline())
+    for process, name in {psutil.Process(live.pid): "kappa", **below(live.pid)}.items():
         if "ServeReplica" in name:
             replicas.add(process.pid)
-        for connection in process.net_connections("tcp"):
-            if connection.status != psutil.CONN_LISTEN:
-                continue
-            ports.add(connection.laddr.port)
-            ip = ipaddress.ip_address(connection.laddr.ip)
+        for address in listening(process):
+            ports.add(address.port)
+            ip = ipaddress.ip_address(address.ip)
             if not (getattr(ip, "ipv4_mapped", None) or ip).is_loopback:
-                elsewhere.append((process.pid, name, connection.laddr))
+                elsewhere.append((process.pid, name, address))
     assert int(live.url.rsplit(":", 1)[1]) in ports and len(replicas) > 1
     assert sorted(pid for pid, *_ in elsewhere) == sorted(replicas), elsewhere
 
 
 def test_a_workers_port_is_for_deciders_alone(live):
-    listening = {
-        connection.laddr.port
-        for one in psutil.Process(live.pid).children(recursive=True)
-        if "KappaServer" in " ".join(one.cmdline())
-        for connection in one.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
+    ports = {
+        address.port
+        for one, name in below(live.pid).items()
+        if "KappaServer" in name
+        for address in listening(one)
     }
 
     def status(port):
@@ -87,11 +83,11 @@ def test_a_workers_port_is_for_deciders_alone(live):
         except httpx.HTTPError:
             return None  # Another protocol's, which says nothing until the time is up.
 
-    with ThreadPoolExecutor(len(listening)) as pool:
-        assert set(pool.map(status, listening)) - {None} == {403}
+    with ThreadPoolExecutor(len(ports)) as pool:
+        assert set(pool.map(status, ports)) - {None} == {403}
 
 
 def test_rays_token_is_its_users_alone(live):
-    raylet = next(p for p in psutil.Process(live.pid).children(True) if p.name() == "raylet")
+    raylet = next(one for one, name in below(live.pid).items() if "/raylet/raylet" in name)
     token = Path(raylet.environ()["RAY_AUTH_TOKEN_PATH"])
     assert (token.stat().st_mode & 0o777, token.parent.stat().st_mode & 0o777) == (0o600, 0o700)

@@ -5,12 +5,13 @@ import json
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import httpx
 import psutil
 import pytest
 
-from tests.live.conftest import Live, serving
+from tests.live.conftest import Live, below, serving
 from tests.turns import by_turns
 
 pytestmark = [pytest.mark.live, by_turns(__file__)]
@@ -43,15 +44,15 @@ class Shared(Live):
         return self.http.post(CHAT, json=self.body())
 
     def deciders(self):
-        below = psutil.Process(self.pid).children(recursive=True)
-        return [one for one in below if "KappaDecider" in " ".join(one.cmdline())]
+        return [one for one, name in below(self.pid).items() if "KappaDecider" in name]
 
     def answering(self):
         """Deciders that have opened their sockets."""
-        heard = [
-            {str(each.laddr) for each in one.net_connections("unix")} for one in self.deciders()
-        ]
-        return sum(any("/decider-" in each for each in of_one) for of_one in heard)
+        heard = 0
+        for one in self.deciders():
+            with suppress(psutil.NoSuchProcess):
+                heard += any("/decider-" in str(e.laddr) for e in one.net_connections("unix"))
+        return heard
 
 
 @pytest.fixture(scope="module")
