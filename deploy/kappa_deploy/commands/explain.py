@@ -52,8 +52,8 @@ def tables(
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Print paper 001's tables and case studies beside our own arithmetic; nodes; and models side
-    by side, with KV of 16 bits and of 8."""
+    """Print paper 001's tables and case studies beside our own arithmetic, then nodes, then models
+    with KV of 16 bits and of 8."""
     with bad_parameter():
         models = [model_row(name, node or _NODES) for name in model or SHAPES]
     cases = [

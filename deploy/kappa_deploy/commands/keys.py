@@ -32,7 +32,7 @@ from kappa.keys import (
 from kappa_deploy.commands.console import Json, print_json, print_table
 from kappa_router.console import fail, warn
 
-app = typer.Typer(help="API keys: make, hash, list.", no_args_is_help=True)
+app = typer.Typer(help="Make, hash and list API keys.", no_args_is_help=True)
 
 _KEY_BYTES = 32
 

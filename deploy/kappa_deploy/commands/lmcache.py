@@ -27,7 +27,7 @@ from kappa_workers.vllm.lmcache.server import (
     server_command,
 )
 
-app = typer.Typer(help="LMCache's server as host tier.", no_args_is_help=True)
+app = typer.Typer(help="Install and run LMCache's server as a host tier.", no_args_is_help=True)
 
 _LOCK = Path(__file__).parents[3] / "locks" / "lmcache-cpu.lock"
 _TORCH = "https://download.pytorch.org/whl/cpu/torch/"

@@ -34,7 +34,7 @@ def power(
     key: console.ApiKey = None,
     json_output: console.Json = False,
 ) -> None:
-    """Each node's watts against its cap, and which cap its last requests would not notice."""
+    """Show each node's watts against its cap, and which cap its last requests would not notice."""
     with console.cluster_at(url, key, _TIMEOUT_S) as client:
         nodes = client.get("/v1/nodes").raise_for_status().json()["nodes"]
         answer = client.get(f"/v1/decisions?limit={_DECISIONS}").raise_for_status()

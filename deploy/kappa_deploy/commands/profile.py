@@ -32,7 +32,7 @@ def profile(
     key: ApiKey = None,
     json_output: Json = False,
 ) -> None:
-    """Bandwidth by size of transfer, seconds of steps and FLOP/s of every worker.
+    """Show bandwidth by size of transfer, seconds of steps and FLOP/s of every worker.
 
     An engine measures its own copies and steps before it serves, and a later start on the same
     machine takes what is known; without --url the engine started for this measures again. Of a

@@ -49,7 +49,7 @@ def workload(
     json_output: console.Json = False,
     plot: Annotated[Path | None, typer.Option(help="Write the picture there, as PNG.")] = None,
 ) -> None:
-    """Cached and new tokens of a workload, their ratio, and each node's critical ratio."""
+    """Show cached and new tokens of a workload, their ratio, and each node's critical ratio."""
     with console.bad_parameter():
         where = cluster_named(cluster)
         shape = model_shape(model, kv_dtype)
