@@ -27,8 +27,8 @@ from kappa.plans.decoding import (
     split_s,
 )
 from kappa.plans.hybridserve import allocate_corrected, allocate_paper, planned_share
-from kappa.plans.planners import LEAST_GAIN, Planning, host_planners
-from kappa.plans.rates import PlanRates
+from kappa.plans.planners import Planning, host_planners
+from kappa.plans.rates import LEAST_GAIN, PlanRates
 from kappa_benchmarks.offload.cells import DecodeCell
 from kappa_benchmarks.offload.rig import LINK, Arm, Rig, Sample
 from kappa_engine.forward import Forward

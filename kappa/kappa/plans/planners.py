@@ -27,7 +27,7 @@ from kappa.cost import TokenCounts, least_ratio
 from kappa.plans.cpu_offload import Division, busy_s, divide, layer_times
 from kappa.plans.decoding import attention_refused, split_ahead, split_context, split_paper, split_s
 from kappa.plans.load_plan import Kind, LoadPlan, Segment, from_runs, layout
-from kappa.plans.rates import PlanRates
+from kappa.plans.rates import LEAST_GAIN, PlanRates
 from kappa.plans.split import (
     Best,
     Costs,
@@ -52,10 +52,6 @@ _SOLVERS: dict[str, Callable[[Costs, int], Best]] = {
     "activations": best_activations,
     "mixed": best_mixed,
 }
-
-LEAST_GAIN = 0.02
-"""Least gain of a plan over plain loading, as a share of the TTFT: more than the prediction's
-error."""
 
 # The same for vLLM: its loads are noticed, and its steps begin, when they do.
 _LEAST_TAIL_GAIN = 0.05

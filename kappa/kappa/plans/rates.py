@@ -42,6 +42,9 @@ LEAST_R2 = 0.98
 """Below this a fit explains too little of what it was fitted to."""
 LEAST_ATTEND_R2 = 0.95
 """The same for attention on the CPU, whose seconds bend where the CPU's caches end."""
+LEAST_GAIN = 0.02
+"""Least gain of a plan over a plainer one, as a share of its seconds: more than the prediction's
+error."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,21 @@ def test_small_batches_divide_fc1_and_large_ones_attention() -> None:
     large = replace(times, attend_s=16.0)
     assert divide(large) == Division(("qkv",)) and busy_s(large, divide(large)) == (18.0, 19.0)
     assert divide(replace(times, attend_s=40.0)) == Division(())
+    # The CPU is as fast as the device, and a hundredth sooner with less to do between them.
+    equal = LayerTimes(96.0, 0.9, 0.9, 0.9, 6.0, 2.0, 8.0, 8.0, device_s=6.0)
+    assert max(busy_s(equal, divide(equal))) == 102.0 and divide(equal) == Division(())
+    assert max(busy_s(equal, Division(("qkv", "out"), 1.0))) == pytest.approx(100.7)
+
+
+def test_device_multiplies_by_the_weights_that_cross() -> None:
+    # A tenth of what these weights take to cross: 24 s.
+    times = LayerTimes(1.0, 3.0, 1.0, 4.0, 6.0, 2.0, 8.0, 8.0, device_s=2.4)
+    assert busy_s(times, Division(())) == pytest.approx((24.0, 1.0 + 2.4))
+    assert busy_s(replace(times, other_s=0.5), Division(())) == pytest.approx((24.0, 3.9))
+    assert busy_s(times, Division(("qkv", "out"))) == pytest.approx((16.0, 5.0 + 1.6))
+    # A whole FC1 takes the CPU 4 s and spares the device 0.8.
+    assert fc1_share(times) == pytest.approx((16.0 - 6.6) / (8.0 + 4.0 - 0.8))
+    assert fc1_share(replace(times, fc1_s=0.7)) == 1.0, "the device would be slower"
 
 
 def test_table_1_is_its_own_quotient() -> None:
@@ -86,6 +101,8 @@ def test_times_of_a_layer_are_the_rates_by_bytes() -> None:
     times = layer_times(rates, 10, 100)
     assert rates.layers * times.fc1_load_s == pytest.approx(4 / 12)
     assert rates.layers * times.fc1_s == pytest.approx(0.3)
+    device_s = rates.layers * (times.device_s + times.other_s)
+    assert device_s == pytest.approx(max(rates.decode_gpu_s(10, 0), rates.step.fixed_s))
     assert times.qkv_s == pytest.approx(3 * times.out_s) == pytest.approx(0.75 * times.fc1_s)
     # Each of ten contexts has the line's fixed cost: 10 (0.02 + 100 · 0.001) s.
     rates = replace(rates, attend=LineFit("CPU attention", 0.001, 0.02))
