@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as NotInTime
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,8 @@ class CpuWorker:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._newest: Future[object] | None = None
+        # Jobs that wait or are under way.
+        self._open: set[Future[Any]] = set()
         self._pool = ThreadPoolExecutor(1, "kappa-cpu")
 
         def bound() -> None:
@@ -64,17 +65,14 @@ class CpuWorker:
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Compute `job` behind those before it, without gradients; `RuntimeError` if stopped."""
         future = self._pool.submit(torch.no_grad()(job))
-        self._newest = future
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
         return future
 
     def settle(self, timeout_s: float = WAIT_S) -> None:
         """Wait until no job is under way; `TransferFailed` if that takes longer."""
-        newest, self._newest = self._newest, None
-        if newest is not None and not newest.cancelled():
-            try:
-                newest.exception(timeout_s)
-            except NotInTime:
-                raise TransferFailed(f"the CPU still computes after {timeout_s:g} s") from None
+        if wait(tuple(self._open), timeout_s).not_done:
+            raise TransferFailed(f"the CPU still computes after {timeout_s:g} s")
 
     def stop(self) -> None:
         """Drop jobs that have not begun, and end the thread."""
