@@ -81,9 +81,9 @@ def closure(start: str) -> set[str]:
 @pytest.mark.parametrize(
     ("packages", "most"),
     [
-        (PRODUCT, 48_425),  # goal: 37,000
+        (PRODUCT, 48_426),  # goal: 37,000
         (("benchmarks",), 10_936),  # goal: 9,000
-        (("tests",), 56_170),  # goal: 40,000
+        (("tests",), 56_172),  # goal: 40,000
     ],
 )
 def test_code_lines_stay_within_budget(packages, most):

@@ -73,12 +73,14 @@ def cached_profile(
             return known
     except (OSError, ValueError, AttributeError):
         pass
-    measured = {**profile(forward, settings), "settings": stored}
+    text = json.dumps({**profile(forward, settings), "settings": stored}, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(measured, indent=1), encoding="utf-8")
+    part.write_text(text, encoding="utf-8")
     part.replace(path)
-    return measured
+    # As later starts read it: torch's version is of a class of torch's, which deciders do not have.
+    new: dict[str, Any] = json.loads(text)
+    return new
 
 
 def profile(forward: Forward, settings: ProfileSettings | None = None) -> dict[str, Any]:

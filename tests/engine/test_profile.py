@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -238,6 +239,7 @@ def test_profile_is_cached_by_device_model_dtype_and_settings(tmp_path: Path) ->
     with forward("opt") as made:
         first = cached_profile(made, tmp_path, SMALL)
         assert cached_profile(made, tmp_path, SMALL) == first
+        assert b"torch_version" not in pickle.dumps(first), "deciders have no torch to read it with"
         other = ProfileSettings((16, 32, 128), (1, 16), (0, 32), (), (), 1)
         assert cached_profile(made, tmp_path, other)["load"]["tokens"] == [16, 32, 128]
     with forward("llama") as made:
