@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-import random
+import secrets
 import signal
 import socket
 import sys
@@ -38,7 +38,6 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 _POLL_S = 0.2
 # Above those of Ray's workers, below Kubernetes' of nodes and what Linux gives out.
 _PORTS: Sequence[int] = range(20_000, 30_000)
-_RANDOM = random.SystemRandom()
 
 
 @cache
@@ -194,12 +193,17 @@ def free_port(host: str) -> int:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """So many TCP ports on `host`, all different, that nothing listens on now; OSError where that
-    is not this machine's. Linux gives none of them to who asks for any, before it is used."""
-    found = list[int]()
+    """`count` different TCP ports of `host` on which nothing listens, of a range from which Linux
+    gives no process a port by itself before they are used.
+
+    Raises:
+        OSError: `host` is no address of this machine, or the range has fewer that are free.
+    """
+    found, first = list[int](), secrets.randbelow(len(_PORTS))
     with ExitStack() as held:
         held.enter_context(socket.socket()).bind((host, 0))
-        for port in _RANDOM.sample(_PORTS, len(_PORTS)):
+        for at in range(len(_PORTS)):
+            port = _PORTS[(first + at) % len(_PORTS)]
             with suppress(OSError):
                 held.enter_context(socket.socket()).bind((host, port))
                 found.append(port)

@@ -12,7 +12,7 @@ import aiohttp
 import psutil
 import pytest
 
-from kappa.host import free_port
+from kappa.host import free_port, free_ports
 from kappa_benchmarks.faults.cluster import alive
 from tests.router.front.conftest import chat, until
 from tests.router.front.offering import FakeServer, serving, stream_of
@@ -94,7 +94,7 @@ async def test_route_lets_open_streams_end_when_it_is_stopped(tmp_path):
 
 
 async def test_two_routes_know_each_others_requests(tmp_path):
-    ports = free_port("127.0.0.1"), free_port("127.0.0.1")
+    ports = free_ports("127.0.0.1", 2)
     async with (
         serving(FakeServer()) as (server,),
         # Each is named the other and itself, as by a headless Service.

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import yaml
 
-from kappa.host import die_with_parent, free_port
+from kappa.host import die_with_parent, free_ports
 from kappa_deploy import front_pod
 from kappa_deploy.k8s import render
 from tests.live.conftest import await_ray
@@ -75,13 +75,13 @@ class Pod:
         self.envoy = self.group["template"]["spec"]["containers"][1]
         self.mounted = folder / "mounted"
         self.mounted.mkdir()
-        self.port = free_port("127.0.0.1")
+        self.port, gcs = free_ports("127.0.0.1", 2)
         for name, content in documents["ConfigMap"]["data"].items():
             here = content.replace(str(front_pod.FOLDER), str(self.front))
             (self.mounted / name).write_text(
                 here.replace('"port_value": 8000', f'"port_value": {self.port}')
             )
-        self.gcs = f"127.0.0.1:{free_port('127.0.0.1')}"
+        self.gcs = f"127.0.0.1:{gcs}"
         self.environment = {
             **os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "PYTHONPATH": str(Path(__file__).parents[2]), FOLDER_ENV: str(self.front),
