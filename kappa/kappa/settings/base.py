@@ -120,13 +120,13 @@ def settings_with(
 ) -> AnySection:  # fmt: skip
     """`settings_from`, with options, by section, before all else. An option that is None was not
     given."""
-    settings = settings_from(kind, path, **overrides)
+    settings, changes = settings_from(kind, path, **overrides), dict[str, Any]()
     for section, given in options.items():
         changed = {name: value for name, value in given.items() if value is not None}
         if changed:
             there: Section | None = getattr(settings, section)
-            overrides[section] = {**(there.model_dump() if there else {}), **changed}
-    return settings_from(kind, path, **overrides)
+            changes[section] = {**(there.model_dump() if there else {}), **changed}
+    return settings_from(kind, path, **(overrides | changes)) if changes else settings
 
 
 def _shown(loc: tuple[int | str, ...]) -> list[str]:
