@@ -27,6 +27,9 @@ SHAPE = model_shape("llama-3.1-8b")
 KV_BYTES = 131072.0
 NEVER = float("inf")
 
+# So many draws of one of two miss the other once in 8 million times.
+DRAWN = 24
+
 
 def announcement(worker, node="h100-pcie5", **changes):
     """A worker of Llama-3.1-8B on a node, by its profile or its name in the catalogue, which then
@@ -71,6 +74,11 @@ def ask(name="r", tokens=100, seed=0, **options):
     """A request with a random prompt; None: one that could not be tokenized."""
     token_ids = None if tokens is None else prompt(tokens, seed)
     return RouteRequest(name, token_ids, max_tokens=50, **options)
+
+
+def ask_counting(request_id="r", tokens=100, tenant=""):
+    """A request whose prompt counts up."""
+    return RouteRequest(request_id, np.arange(tokens), max_tokens=4, tenant=tenant)
 
 
 def outcome(made, ttft_s, at_s, tokens=100, name="outcome"):

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 
-import numpy as np
 import pytest
 
 import kappa_router.live.live_router
@@ -17,10 +16,11 @@ import kappa_router.live.supervised
 from kappa.protocol import TenantCharge, WorkerReport
 from kappa_router.api.status import nodes, refresh_gauges
 from kappa_router.config import RouterConfig
-from kappa_router.decision import NoWorkerError, RouteRequest
+from kappa_router.decision import NoWorkerError
 from kappa_router.live.live_router import LiveRouter
 from kappa_router.live.record_file import RecordFile
 from kappa_router.policy import policy_named
+from tests.router.building import ask_counting as ask
 from tests.router.building import sample
 from tests.router.patience import until
 
@@ -33,10 +33,6 @@ async def scene(registry):
     yield live, registry
     await live.close()
     assert not live.members._closing
-
-
-def ask(request_id="r", tokens=100, tenant=""):
-    return RouteRequest(request_id, np.arange(tokens), max_tokens=4, tenant=tenant)
 
 
 async def joined(live, registry, *workers, **changes):

@@ -3,16 +3,16 @@
 import asyncio
 import time
 
-import numpy as np
 import pytest
 
 from kappa.protocol import WorkerReport
 from kappa_router.config import RouterConfig
-from kappa_router.decision import NoWorkerError, RouteRequest
+from kappa_router.decision import NoWorkerError
 from kappa_router.live.live_router import LiveRouter
 from kappa_router.live.membership import Member, MembershipRule, progress_of
 from kappa_router.live.waiting import WorkerLostError, unless_lost
 from kappa_router.policy import policy_named
+from tests.router.building import ask_counting as ask
 from tests.router.patience import until
 from tests.router.stream_worker import SIZE
 
@@ -47,10 +47,6 @@ async def alone(decider, worker, **rule):
     live, only = decider(**rule), worker()
     await ready(live, decider.registry, only)
     return live, only
-
-
-def ask(request_id="r", tokens=100, tenant=""):
-    return RouteRequest(request_id, np.arange(tokens), max_tokens=4, tenant=tenant)
 
 
 def device_tokens(live, tokens=2 * SIZE + 1):

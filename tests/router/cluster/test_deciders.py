@@ -9,6 +9,7 @@ from kappa.settings.routing import RouterSettings
 from kappa_router.api.status import newest_decisions
 from kappa_router.live.deciders import merged
 from tests.conformance.conftest import MODEL
+from tests.router.building import DRAWN
 from tests.router.cluster.conftest import STEP_S, PortedNode
 from tests.router.patience import until
 
@@ -16,8 +17,6 @@ pytestmark = pytest.mark.ray
 
 CHAT = "/v1/chat/completions"
 SAID = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
-# So many go to one of two alone once in 8 million times.
-DRAWN = 24
 TWO = {"deciders": 2, "router": RouterSettings(admission=False)}
 
 

@@ -4,12 +4,11 @@ import asyncio
 
 from kappa.protocol import ENDPOINT_HEADER, TO_ID_HEADER
 from kappa_router.gateway.spec import ADMIT, ADMITTER_HEADER, AGAIN, DECIDE
+from tests.router.building import DRAWN
 from tests.router.gateway.door import CHAT, Answer, ends_heard, in_two, never, open_door
 from tests.router.patience import until
 
 LARGE = b"x" * 150_000
-# So many go to one of two alone once in 8 million times.
-DRAWN = 24
 CUT = Answer(cut=True)
 
 
