@@ -83,7 +83,7 @@ def closure(start: str) -> set[str]:
     [
         (PRODUCT, 48_426),  # goal: 37,000
         (("benchmarks",), 10_936),  # goal: 9,000
-        (("tests",), 56_172),  # goal: 40,000
+        (("tests",), 56_170),  # goal: 40,000
     ],
 )
 def test_code_lines_stay_within_budget(packages, most):

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import httpx
+import zmq
 from ray.serve.llm import LLMConfig
 
 from kappa.hardware import node_profile
@@ -16,11 +17,12 @@ from kappa_workers.no_download import NoDownload
 from kappa_workers.own_engine.server import OwnPlan
 from kappa_workers.paced.emulated_engine import WORD
 from kappa_workers.tiny_model import make_tiny_model
+from kappa_workers.vllm.arguments import Endpoints
 from tests.workers.plans import EMULATED
 
 # Two bytes of KV and a hundred FLOPs per token.
 SHAPE = ModelShape("small", 1, 1, 1, 1, 1, 50.0, 50.0, "mha", 1.0)
-
+PATIENCE_MS = 20_000
 
 _FOLDER = TemporaryDirectory(prefix="kappa-test-")
 
@@ -38,6 +40,28 @@ def emulated_plan(worker, limits, endpoints, step_s=0.0, silicon=""):
     )  # fmt: skip
     plan = WorkerPlan((node,), SHAPE, SHAPE, limits, "m", "", "", "", engine=EMULATED)
     return OwnPlan(plan, worker, 0, endpoints)
+
+
+class Heard:
+    """The sockets to which an engine with these `ends` says its stats and its KV events."""
+
+    def __init__(self, folder):
+        self.ends = Endpoints(f"ipc://{folder}/stats", f"ipc://{folder}/kv")
+        self._context = zmq.Context()
+        self.stats = self._context.socket(zmq.PULL)
+        self.stats.bind(self.ends.stats)
+        self.kv = self._context.socket(zmq.SUB)
+        self.kv.setsockopt(zmq.SUBSCRIBE, b"")
+        self._connected = self.kv.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self.kv.connect(self.ends.kv_events)
+
+    def await_events(self):
+        """Wait for the connection to the events: a subscriber hears nothing before it stands."""
+        assert self._connected.poll(PATIENCE_MS)
+
+    def close(self):
+        self.kv.disable_monitor()
+        self._context.destroy(linger=0)
 
 
 def llm_config(model, folder=None):

@@ -12,7 +12,6 @@ import pytest
 import pytest_asyncio
 import torch
 import typer
-import zmq
 from typer.testing import CliRunner
 from vllm import SamplingParams
 from vllm.distributed.kv_events import KVEventBatch
@@ -33,13 +32,13 @@ from kappa_workers.own_engine.reports import EngineReports, KvPublisher
 from kappa_workers.own_engine.server import OwnPlan
 from kappa_workers.own_engine.torch_engine import TorchEngine, given_device, host_blocks
 from kappa_workers.tiny_model import make_tiny_model
-from kappa_workers.vllm.arguments import Endpoints, EngineLimits
+from kappa_workers.vllm.arguments import EngineLimits
 from kappa_workers.vllm.options import SchedulerOptions
 from tests.engine import hf
 from tests.engine.books import check_engine
 from tests.engine.engines import engine as small_engine
 from tests.engine.engines import generate
-from tests.workers.emulation import asking, llm_config
+from tests.workers.emulation import Heard, asking, llm_config
 
 # One loop, in which the engine lives: every test is a coroutine.
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
@@ -52,18 +51,12 @@ SPARSE = EngineSettings(kind="torch", approx="ask", cpu_threads=1, sparse=ALL)
 TEXTS = [f"Line {i} of a short text about nothing in particular." for i in range(200)]
 
 
-class Bench:
+class Bench(Heard):
     """An engine, and both ends of what it says."""
 
     def __init__(self, folder, model=None, shape=None, **changed):
         self.model = model or make_tiny_model(folder / "tiny", TEXTS)
-        self.context = zmq.Context()
-        self.stats = self.context.socket(zmq.PULL)
-        self.stats.bind(f"ipc://{folder}/stats")
-        self.kv = self.context.socket(zmq.SUB)
-        self.kv.setsockopt(zmq.SUBSCRIBE, b"")
-        self.connected = self.kv.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self.kv.connect(f"ipc://{folder}/kv")
+        super().__init__(folder)
         shape = shape or ModelShape("tiny", 2, 64, 2, 1, 32, 5e5, 5e5, "gqa", 4.0, 4.0)
         plan = WorkerPlan(
             (node_profile("pcie"),), shape, shape,
@@ -72,8 +65,7 @@ class Bench:
         )  # fmt: skip
         plan = replace(plan, **changed)
         limits = replace(plan.limits, host_bytes=int(128 * plan.block_bytes))
-        ends = Endpoints(f"ipc://{folder}/stats", f"ipc://{folder}/kv")
-        own = OwnPlan(replace(plan, limits=limits), "w", 0, ends)
+        own = OwnPlan(replace(plan, limits=limits), "w", 0, self.ends)
         self.engine = TorchEngine(llm_config("tiny", self.model), own)
         self.messages, self.events, self.numbers = [], [], []
 
@@ -100,13 +92,12 @@ class Bench:
 async def running(bench):
     await bench.engine.start()
     try:
-        assert bench.connected.poll(PATIENCE_MS)  # who subscribes late hears less
+        bench.await_events()
         async with asking(bench.engine) as bench.client:
             yield bench
     finally:
         await bench.engine.shutdown()
-        bench.kv.disable_monitor()
-        bench.context.destroy(linger=0)
+        bench.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

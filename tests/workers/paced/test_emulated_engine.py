@@ -11,7 +11,6 @@ import msgspec
 import openai
 import pytest
 import pytest_asyncio
-import zmq
 from vllm import SamplingParams
 from vllm.distributed.kv_events import KVEventBatch
 from vllm.sampling_params import RequestOutputKind
@@ -22,26 +21,18 @@ from kappa_workers.paced import emulated_engine
 from kappa_workers.paced.emulated_engine import WORD, EmulatedEngine, EngineFaults, FaultsFile
 from kappa_workers.vllm import output_collector
 from kappa_workers.vllm.arguments import Endpoints, EngineLimits
-from tests.workers.emulation import asking, emulated_plan, llm_config
+from tests.workers.emulation import PATIENCE_MS, Heard, asking, emulated_plan, llm_config
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 BLOCK = 4
-PATIENCE_MS = 20_000
 SAID = [{"role": "user", "content": "a b"}]
 
 
-class Bench:
+class Bench(Heard):
     def __init__(self, folder):
-        self.context = zmq.Context()
-        self.stats = self.context.socket(zmq.PULL)
-        self.stats.bind(f"ipc://{folder}/stats")
-        self.kv = self.context.socket(zmq.SUB)
-        self.kv.setsockopt(zmq.SUBSCRIBE, b"")
-        self.connected = self.kv.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self.kv.connect(f"ipc://{folder}/kv")
+        super().__init__(folder)
         limits = EngineLimits(60, BLOCK, 17, 40 * BLOCK * 2, 16, 4, "float32")
-        ends = Endpoints(f"ipc://{folder}/stats", f"ipc://{folder}/kv")
-        plan = emulated_plan("one", limits, ends)
+        plan = emulated_plan("one", limits, self.ends)
         self.engine = EmulatedEngine(llm_config("m"), plan)
         self.messages, self.batches, self.numbers = [], [], []
 
@@ -79,13 +70,11 @@ async def bench(tmp_path, monkeypatch):
     monkeypatch.setenv("KAPPA_EMULATED_FAULTS", str(tmp_path / "faults.json"))
     made = Bench(tmp_path)
     await made.engine.start()
-    # A subscriber hears nothing before its connection stands.
-    assert made.connected.poll(PATIENCE_MS)
+    made.await_events()
     async with asking(made.engine) as made.client:
         yield made
     await made.engine.shutdown()
-    made.kv.disable_monitor()
-    made.context.destroy(linger=0)
+    made.close()
 
 
 def cached(answer):
